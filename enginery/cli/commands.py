@@ -12,6 +12,7 @@ _COMMANDS = {
     "watch": "Follow a run on a Kubeflow Pipelines server.",
     "engines": "Build and measure engines of a bundle for the GPU here.",
     "benchmark": "Measure networks by batch size, beside published rows.",
+    "advise": "Predict which GPU a model needs, how many, and what limits them.",
     "data": "Write a built-in dataset: digits, textures, shapes.",
     "runs": "List the runs of this machine.",
     "compare": "Show runs or versions side by side: accuracy, speed, and what differed.",

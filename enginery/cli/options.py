@@ -1,6 +1,7 @@
 """Options of several commands, and what they ask of their values."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,29 @@ def comma_list(
             option = parameter.opts[0]
             raise UserError(f"{option} {text}: write {wanted}", code=code, setting=option)
         return tuple(values if kind is str else sorted(values))
+
+    return read
+
+
+_UNITS_S = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def duration(unit: str) -> Callable[[click.Context, click.Parameter, str | None], float | None]:
+    """A callback for an option that is a time such as 7ms, 90s, 1.5h or 2d; a number alone is of `unit`."""
+
+    def read(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
+        if text is None:
+            return None
+        match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([a-z]*)\s*", text)
+        seconds = float(match[1]) * _UNITS_S.get(match[2] or unit, 0.0) if match else 0.0
+        if not seconds:
+            option = parameter.opts[0]
+            raise UserError(
+                f"{option} {text}: write a time above 0 with one of {', '.join(_UNITS_S)}, such as 7ms or 8h",
+                code="invalid-numbers",
+                setting=option,
+            )
+        return seconds
 
     return read
 

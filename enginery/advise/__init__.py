@@ -1,0 +1,1 @@
+"""How many GPUs of which kind a model needs: predicted from its graph, data sheets and our measurements."""

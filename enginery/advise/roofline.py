@@ -1,0 +1,260 @@
+"""Images per second from a network's count and a device's data sheet: a roofline for each kernel.
+
+A kernel's arithmetic and its bytes each take a share of the data sheet's peak (Williams et al., "Roofline", 2009),
+rounded where they meet; beside that it waits for its launch and for the steps of its inner sums, which cost the same
+at any batch. Shares and times are fitted on measurements (benchmarks/advise.py). Copies of images overlap with it.
+"""
+
+import csv
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from math import exp, inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from components.common.runtimes.counting import Count, Layer
+
+COEFFICIENTS = Path(__file__).with_name("coefficients.json")
+_DEVICES = Path(__file__).with_name("devices.csv")
+_VALUE_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}
+_IMAGE_BYTES = 4 * 3  # per pixel: engines take FP32
+_TILE = 64  # channels: kernels compute whole tiles
+_WINOGRAD_GAIN = 2.25  # of 3x3 convolutions in tiles of 2x2 outputs, which FP32 engines use
+_WINOGRAD_REUSE = (7.0, 9.5)  # how often a convolution reads an input value, if 3x3 of stride 1
+# What an engine computes inside of the convolution before, and what is no work there.
+_POINTWISE = (
+    *("batch_norm", "batchnormalization", "relu", "hardtanh", "clip", "clamp", "add", "mul", "div"),
+    *("hardswish", "hardsigmoid", "silu", "sigmoid", "gelu", "erf"),
+)
+_FREE = ("dropout", "slice", "fill", "full", "ones", "zeros", "arange", "empty", "as_strided", "gather", "split")
+_CONV, _GROUPED, _MATMUL, _DEPTHWISE, _OTHER = range(5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A row of devices.csv: figures of a data sheet, dense arithmetic."""
+
+    device: str
+    memory_gb: float
+    bandwidth_gb_per_s: float
+    fp32_tflops: float
+    fp16_tflops: float
+    int8_tops: float
+    power_w: float
+    host_gb_per_s: float
+    """Of the link over which images come, in one direction: that of its PCIe generation at 16 lanes."""
+    mig_instances: float
+    """Most parts that it can be split into; 0 if that was not found or does not exist."""
+    source: str
+
+    def peak(self, precision: str) -> float:
+        """Operations per second."""
+        rates = {"fp32": self.fp32_tflops, "int8": self.int8_tops}
+        return 1e12 * rates.get(precision, self.fp16_tflops)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coefficients:
+    """What measurements say of one precision: shares of a data sheet's figures, and seconds."""
+
+    conv_share: float
+    grouped_share: float
+    matmul_share: float
+    depthwise_share: float
+    """Of FP32 arithmetic in any precision: depthwise convolutions use no Tensor Cores."""
+    bandwidth_share: float
+    depthwise_bandwidth_share: float
+    other_bandwidth_share: float
+    """Of kernels that multiply nothing: norms, pooling, concatenation."""
+    kernel_s: float
+    """Of a kernel that multiplies."""
+    other_kernel_s: float
+    group_s: float
+    """Of each further group of a grouped convolution, which runs one after the other."""
+    sum_s: float
+    """Of 1,000 products that make one output."""
+    start_s: float
+    """Of a batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Of batches of one size on some streams."""
+
+    images_per_s: float
+    batch_s: float
+    """From the copy of a batch to its result, while the other streams run, too."""
+    busy_share: float
+    """Of the time in which arithmetic or memory work; the rest are launches and waiting."""
+    limit: str
+    """What takes most of the time: arithmetic, bandwidth, launches, or the link to the host."""
+
+
+class Work:
+    """A count as arrays over the kernels of an engine."""
+
+    def __init__(self, count: Count, image_size: int) -> None:
+        kernels = _kernels(count)
+        self.names = [layer.name for layer, _ in kernels]
+        self.flops = np.array([2.0 * layer.macs for layer, _ in kernels])
+        self.values = np.array([values for _, values in kernels])
+        self.parameters = np.array([float(layer.num_parameters) for layer, _ in kernels])
+        self.groups = np.array([layer.groups for layer, _ in kernels])
+        self.sums = np.array([layer.macs / max(layer.output_values, 1) for layer, _ in kernels])
+        channels = np.array([_channels(layer) for layer, _ in kernels])
+        self.kind = np.array([_kind(layer, number) for (layer, _), number in zip(kernels, channels, strict=True)])
+        inputs = np.array([float(max(layer.input_values, 1)) for layer, _ in kernels])
+        outputs = np.array([float(layer.output_values) for layer, _ in kernels])
+        reuse = self.sums * outputs / channels * self.groups / inputs
+        low, high = _WINOGRAD_REUSE
+        self.winograd = (self.kind == _CONV) & (reuse > low) & (reuse < high)
+        tiles = np.ceil(channels / _TILE) * _TILE / channels
+        sums = np.maximum(self.sums, 1)
+        self.padding = np.where(self.kind == _CONV, tiles * np.ceil(sums / _TILE) * _TILE / sums, 1.0)
+        self.image_bytes = _IMAGE_BYTES * image_size**2
+        self.num_parameters = count.num_parameters
+        self.live_values = count.live_values
+
+    def memory_bytes(self, precision: str, batch: int, streams: int = 1) -> float:
+        """Of weights, and of what the largest layer reads and writes on each stream: an engine needs at least that."""
+        return _VALUE_BYTES[precision] * (self.num_parameters + batch * streams * self.live_values)
+
+
+def _kernels(count: Count) -> list[tuple[Layer, float]]:
+    """Layers that are kernels of an engine, with the numbers that each reads and writes for one image."""
+    kernels: list[tuple[Layer, float]] = []
+    fuses = False  # into the kernel before
+    for layer in count.layers:
+        operator, values = layer.operator.lower(), float(layer.input_values + layer.output_values)
+        if layer.macs:
+            fuses = layer.operator == "Conv"
+        elif not layer.output_values or any(word in operator for word in _FREE):
+            continue
+        else:
+            pointwise = "layer_norm" not in operator and any(word in operator for word in _POINTWISE)
+            if pointwise and fuses:
+                if "add" in operator and layer.input_values > layer.output_values:  # the other branch is read
+                    before, others = kernels[-1]
+                    kernels[-1] = (before, others + layer.input_values - layer.output_values)
+                continue
+            fuses = pointwise
+        kernels.append((layer, values))
+    return kernels
+
+
+def _channels(layer: Layer) -> int:
+    """Outputs of one product or position."""
+    if not layer.macs:
+        return 1
+    if not layer.num_parameters:
+        return _TILE  # of activations by activations
+    sums = layer.macs / layer.output_values
+    channels = layer.num_parameters / sums
+    return max(1, round(channels if channels == round(channels) else layer.num_parameters / (sums + 1)))  # with bias
+
+
+def _kind(layer: Layer, channels: int) -> int:
+    if not layer.macs:
+        return _OTHER
+    if layer.operator != "Conv":
+        return _MATMUL
+    return _CONV if layer.groups == 1 else _DEPTHWISE if layer.groups == channels else _GROUPED
+
+
+def devices() -> dict[str, Device]:
+    """All rows of devices.csv by name."""
+    with _DEVICES.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    texts = ("device", "source")
+    numbers = [field.name for field in fields(Device) if field.name not in texts]
+    values: list[dict[str, Any]] = [
+        {name: row[name] for name in texts} | {name: float(row[name]) for name in numbers} for row in rows
+    ]
+    return {each["device"]: Device(**each) for each in values}
+
+
+def load_coefficients() -> tuple[dict[str, Coefficients], Mapping[str, Any]]:
+    """Coefficients by precision, and the rest of the fit; benchmarks/advise.py writes both."""
+    content = json.loads(COEFFICIENTS.read_text())
+    return {name: Coefficients(**values) for name, values in content["precisions"].items()}, content["measures"]
+
+
+HOST_SHARE = 0.874  # of the link's figure: what AlexNet reaches on the H200, whose engines wait for nothing else
+
+
+def predict(
+    work: Work, device: Device, precision: str, batch: int, fitted: Coefficients, streams: int = 1
+) -> Prediction:
+    """Serving by one engine: `streams` batches at once, whose launches and waiting overlap.
+
+    Args:
+        work: of the network.
+        device: one GPU.
+        precision: fp32, fp16 or int8.
+        batch: images of one batch.
+        fitted: of this precision.
+        streams: batches that run at the same time.
+    """
+    arithmetic, memory, waiting = kernel_seconds(work, device, precision, batch, fitted)
+    busy_s, waiting_s = float(np.hypot(arithmetic, memory).sum()), float(waiting.sum()) + fitted.start_s
+    copy_s = batch * work.image_bytes / (1e9 * device.host_gb_per_s * HOST_SHARE)
+    step_s = max(busy_s + waiting_s / streams, copy_s)
+    parts = {
+        "arithmetic": float(arithmetic[arithmetic >= memory].sum()),
+        "bandwidth": float(memory[memory > arithmetic].sum()),
+        "launches": waiting_s / streams,
+        "link to the host": copy_s if copy_s >= step_s else 0.0,
+    }
+    limit = max(parts, key=lambda name: parts[name])
+    batch_s = streams * step_s + copy_s
+    return Prediction(images_per_s=batch / step_s, batch_s=batch_s, busy_share=min(1.0, busy_s / step_s), limit=limit)
+
+
+def predict_training(
+    work: Work, device: Device, batch: int, per_image_bytes: int, fitted: Coefficients, bytes_factor: float
+) -> Prediction:
+    """Training steps in 16 bits: backward is twice the arithmetic of forward.
+
+    Args:
+        work: of the network.
+        device: one GPU.
+        batch: images of the step on it.
+        per_image_bytes: what backward needs of forward (`TrainingMemory`).
+        fitted: of fp16.
+        bytes_factor: how often these bytes pass the memory.
+    """
+    arithmetic, _, waiting = kernel_seconds(work, device, "fp16", batch, fitted)
+    memory_s = bytes_factor * per_image_bytes * batch / (1e9 * device.bandwidth_gb_per_s * fitted.bandwidth_share)
+    parts = {
+        "arithmetic": 3 * float(arithmetic.sum()),
+        "bandwidth": memory_s,
+        "launches": 3 * (float(waiting.sum()) + fitted.start_s),
+    }
+    step_s = sum(parts.values())
+    limit = max(parts, key=lambda name: parts[name])
+    busy_share = (parts["arithmetic"] + parts["bandwidth"]) / step_s
+    return Prediction(images_per_s=batch / step_s, batch_s=step_s, busy_share=busy_share, limit=limit)
+
+
+def kernel_seconds(
+    work: Work, device: Device, precision: str, batch: int, fitted: Coefficients
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Seconds of each kernel for a batch: of its arithmetic, of its bytes, and of its launch and inner sums."""
+    shares = np.array([fitted.conv_share, fitted.grouped_share, fitted.matmul_share, fitted.depthwise_share, inf])
+    peaks = np.array([device.peak(precision)] * 3 + [device.peak("fp32")] * 2)
+    gain = np.where(work.winograd, _WINOGRAD_GAIN if precision == "fp32" else 1.0, 1.0)
+    arithmetic = batch * work.flops * work.padding / gain / (peaks * shares)[work.kind]
+    depthwise, other = fitted.depthwise_bandwidth_share, fitted.other_bandwidth_share
+    bandwidth = 1e9 * device.bandwidth_gb_per_s * np.array([*[fitted.bandwidth_share] * 3, depthwise, other])
+    memory = _VALUE_BYTES[precision] * (batch * work.values + work.parameters) / bandwidth[work.kind]
+    waiting = fitted.kernel_s + fitted.sum_s * work.sums / gain / 1000
+    waiting += np.where(work.kind == _GROUPED, fitted.group_s * (work.groups - 1), 0.0)
+    return arithmetic, memory, np.where(work.kind == _OTHER, fitted.other_kernel_s, waiting)
+
+
+def interval(value: float, log_error: float) -> tuple[float, float]:
+    """Range of a prediction whose logarithm is off by at most `log_error` in 90 % of cases."""
+    return value / exp(log_error), value * exp(log_error)

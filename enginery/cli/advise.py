@@ -1,0 +1,120 @@
+"""`enginery advise`: which GPU, how many, and what limits them, for one model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from enginery.cli.options import PATH, duration, finite
+
+
+@click.command()
+@click.argument("model")
+@click.option("--workload", default="serve", type=click.Choice(["train", "serve"]), show_default=True)
+@click.option("--image-size", type=click.IntRange(16, 4096), help="Side, in pixels.  [default: the file's, or 224]")
+@click.option("--qps", type=click.FloatRange(0, min_open=True), callback=finite, help="Images per second to serve.")
+@click.option(
+    "--p99",
+    "p99_s",
+    default="7ms",
+    callback=duration("ms"),
+    metavar="TIME",
+    show_default=True,
+    help="In which 99 % of the requests are answered.",
+)
+@click.option("--images", type=click.IntRange(1, 10**12), help="Of an epoch, for training.")
+@click.option("--epochs", default=90, type=click.IntRange(1, 10**6), show_default=True)
+@click.option(
+    "--deadline", "deadline_s", callback=duration("h"), metavar="TIME", help="Of the training, such as 8h or 2d."
+)
+@click.option("--batch", default=256, type=click.IntRange(1, 10**6), show_default=True, help="Of a training, per GPU.")
+@click.option(
+    "--prices", type=PATH, metavar="FILE.csv", help="Columns device and usd_per_hour.  [default: those shipped]"
+)
+@click.option(
+    "--budget",
+    type=click.FloatRange(0, min_open=True),
+    callback=finite,
+    help="Per hour of serving, or of the training: Max-Q is chosen within it.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def advise(model: str, workload: str, prices: Path | None, *, as_json: bool, **options: Any) -> None:
+    """Predict what MODEL needs on each GPU of a table of data sheets.
+
+    MODEL is a network of torchvision, of timm as timm/NAME, a bundle, or for serving an .onnx file. Predictions come
+    as ranges: docs/advise.md says how often they held. Times take a unit: ms, s, min, h or d.
+    """
+    from enginery.advise.answers import PRICES, Question, read_prices, serving, training
+
+    question = Question(model=model, prices=read_prices(prices or PRICES), **options)
+    rows = training(question) if workload == "train" else serving(question)
+    if as_json:
+        click.echo(json.dumps({"model": model, "workload": workload, **options, "gpus": rows}, indent=1))
+        return
+    _print(rows, workload, str(prices) if prices else "prices.csv of enginery/advise, whose rows name date and source")
+
+
+# Columns: heading, key, form of the number.
+_SERVING = (
+    ("precision", "precision", ""),
+    ("batch", "batch", ""),
+    ("streams", "streams", ""),
+    ("images/s", "images_per_s", ",.0f"),
+    ("range", ("low", "high"), ",.0f"),
+    ("p99 ms", "p99_ms", ".2f"),
+    ("GPUs", "num_gpus", ""),
+    ("per million", "cost_per_million", ".3f"),
+    ("per hour", "cost_per_hour", ".2f"),
+    ("images/s/W", "images_per_s_per_w", ".1f"),
+    ("limit", "limit", ""),
+    ("MPS, MIG", "sharing", ""),
+)
+_TRAINING = (
+    ("batch", "batch", ""),
+    ("largest", "largest_batch", ""),
+    ("GB", "memory_gb", ".1f"),
+    ("images/s", "images_per_s", ",.0f"),
+    ("range", ("low", "high"), ",.0f"),
+    ("hours on one", "hours_on_one", ",.1f"),
+    ("GPUs", "num_gpus", ""),
+    ("kWh at most", "kwh_at_most", ",.1f"),
+    ("cost on one", "cost", ",.2f"),
+    ("images/s/W", "images_per_s_per_w", ".1f"),
+    ("limit", "limit", ""),
+)
+
+
+def _print(rows: list[dict[str, Any]], workload: str, prices: str) -> None:
+    from rich.table import Table
+
+    from enginery.advise.answers import FITTED_ON
+    from enginery.formats import new_console
+
+    columns = [
+        (heading, keys if isinstance(keys, tuple) else (keys,), form)
+        for heading, keys, form in (_TRAINING if workload == "train" else _SERVING)
+        if any((keys[0] if isinstance(keys, tuple) else keys) in row for row in rows)
+    ]
+    table = Table("GPU", *(heading for heading, _, _ in columns))
+    for row in rows:
+        cells = (_cell([row.get(key) for key in keys], form) for _, keys, form in columns)
+        table.add_row(row["gpu"] + " Max-Q" * row["max_q"], *cells)
+    console = new_console()
+    console.print(table)
+    for row in rows:
+        if row["max_q"] and "why" in row:
+            console.print(f"{row['gpu']}: {row['sharing']}, {row['why']}.")
+    console.print(
+        f"Fitted on an {FITTED_ON}; other GPUs follow from their data sheets. Ranges are meant for 9 in 10 networks: "
+        f"docs/advise.md. Costs by {prices}.",
+        style="dim",
+    )
+
+
+def _cell(values: list[Any], form: str) -> str:
+    parts = [each for value in values for each in (value if isinstance(value, list) else [value])]
+    if any(part is None for part in parts):
+        return "-"
+    texts = [format(part, form) for part in parts]
+    return texts[0] if len(set(texts)) == 1 else " to ".join(texts)
