@@ -249,10 +249,15 @@ def kernel_seconds(
     arithmetic = batch * work.flops * work.padding / gain / (peaks * shares)[work.kind]
     depthwise, other = fitted.depthwise_bandwidth_share, fitted.other_bandwidth_share
     bandwidth = 1e9 * device.bandwidth_gb_per_s * np.array([*[fitted.bandwidth_share] * 3, depthwise, other])
-    memory = _VALUE_BYTES[precision] * (batch * work.values + work.parameters) / bandwidth[work.kind]
+    memory = kernel_bytes(work, precision, batch) / bandwidth[work.kind]
     waiting = fitted.kernel_s + fitted.sum_s * work.sums / gain / 1000
     waiting += np.where(work.kind == _GROUPED, fitted.group_s * (work.groups - 1), 0.0)
     return arithmetic, memory, np.where(work.kind == _OTHER, fitted.other_kernel_s, waiting)
+
+
+def kernel_bytes(work: Work, precision: str, batch: int) -> np.ndarray:
+    """Bytes that each kernel reads and writes for a batch, weights included."""
+    return _VALUE_BYTES[precision] * (batch * work.values + work.parameters)
 
 
 def interval(value: float, log_error: float) -> tuple[float, float]:

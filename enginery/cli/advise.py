@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from components.common.contracts.manifests import write_atomically
 from enginery.cli.options import PATH, duration, finite
 
 
@@ -38,8 +39,9 @@ from enginery.cli.options import PATH, duration, finite
     callback=finite,
     help="Per hour of serving, or of the training: Max-Q is chosen within it.",
 )
+@click.option("--html", type=PATH, metavar="FILE", help="Write a page with charts: cost, and the kernels' roofline.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def advise(model: str, workload: str, prices: Path | None, *, as_json: bool, **options: Any) -> None:
+def advise(model: str, workload: str, prices: Path | None, html: Path | None, *, as_json: bool, **options: Any) -> None:
     """Predict what MODEL needs on each GPU of a table of data sheets.
 
     MODEL is a network of torchvision, of timm as timm/NAME, a bundle, or for serving an .onnx file. Predictions come
@@ -49,10 +51,15 @@ def advise(model: str, workload: str, prices: Path | None, *, as_json: bool, **o
 
     question = Question(model=model, prices=read_prices(prices or PRICES), **options)
     rows = training(question) if workload == "train" else serving(question)
+    prices_text = str(prices) if prices else "prices.csv of enginery/advise, whose rows name date and source"
+    if html is not None:
+        from enginery.advise.page import page
+
+        write_atomically(html, page(rows, workload, question, prices_text).encode())
     if as_json:
         click.echo(json.dumps({"model": model, "workload": workload, **options, "gpus": rows}, indent=1))
         return
-    _print(rows, workload, str(prices) if prices else "prices.csv of enginery/advise, whose rows name date and source")
+    _print(rows, workload, prices_text)
 
 
 # Columns: heading, key, form of the number.

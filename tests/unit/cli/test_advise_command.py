@@ -73,6 +73,28 @@ def test_max_q_keeps_to_the_budget(tmp_path: Path) -> None:
     assert "cost_per_million" not in cheap["L4"]
 
 
+@pytest.mark.parametrize("workload", ["serve", "train"])
+def test_the_page_shows_every_gpu_and_both_charts(tmp_path: Path, workload: str) -> None:
+    file = tmp_path / "page.html"
+    rows = _rows(*_ASKED, "--workload", workload, "--images", "1000", "--qps", "10", "--html", str(file))
+    text = file.read_text()
+    assert text.count("<svg") == 2
+    roofline = text.split("<svg")[2]
+    assert "FLOPs per byte" in roofline
+    assert "convolution" in roofline
+    for name, row in rows.items():
+        assert f"<th>{name}</th>" in text
+        assert (f">{name}</text>" in text.split("<svg")[1]) == ("cost" in row or "cost_per_million" in row)
+    assert "https://" in text.split("Data sheets")[1]
+
+
+def test_a_page_without_an_answer_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    _rows(*_ASKED, "--p99", "0.01ms", "--html", str(file))
+    assert "No GPU of the table answers in time" in file.read_text()
+    assert "<svg" not in file.read_text()
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"device,usd_per_hour\nH300,1\n", b"device,usd_per_hour\nH200,nan\n", b"\xff\xfe", b"a" * 70_000]
 )

@@ -1,0 +1,108 @@
+"""Advice as a page: cost against throughput, the roofline of the kernels, and the table."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from markupsafe import Markup
+
+from components.common.data.pages import templates
+from components.validate.charts import GROUND, MARKERS, SERIES, STYLE, TEXT, as_svg, logarithmic, new_axes
+from enginery.advise.answers import FITTED_ON, Question, counted
+from enginery.advise.roofline import Device, devices, kernel_bytes, kernel_seconds, load_coefficients
+
+_OWN = Path(__file__).with_name("templates")
+_KINDS = ("convolution", "grouped", "matrix product", "depthwise")
+_SHAPES = ("o", "^", "s", "D")
+
+
+def cost_chart(rows: Sequence[dict[str, Any]], cost: str, label: str) -> str:
+    """Cost over images per second of one GPU, with ranges. SVG; "" where fewer than two have a price."""
+    priced = [row for row in rows if row.get(cost)]
+    if len(priced) < 2:
+        return ""
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "advise cost"}):
+        figure, axes = new_axes("images per second of one GPU", label)
+        for index, row in enumerate(sorted(priced, key=lambda row: float(row["images_per_s"]))):
+            style, above = row["precision"], index % 2 == 0
+            color = SERIES[style]
+            axes.plot([row["low"], row["high"]], [row[cost]] * 2, color=color, linewidth=0.8)
+            axes.plot(row["images_per_s"], row[cost], color=color, marker=MARKERS[style], linestyle="none")
+            place: dict[str, Any] = {
+                "xytext": (0, 6 if above else -6),
+                "va": "bottom" if above else "top",
+                "ha": "center",
+            }
+            axes.annotate(row["gpu"], (row["images_per_s"], row[cost]), textcoords="offset points", fontsize=8, **place)
+        logarithmic(axes, "x", [row[key] for row in priced for key in ("low", "high")], 5)
+        logarithmic(axes, "y", [row[cost] for row in priced])
+        for style in sorted({row["precision"] for row in priced}):
+            axes.plot([], [], color=SERIES[style], marker=MARKERS[style], linestyle="none", label=style.upper())
+        figure.legend(loc="outside upper center", ncols=3, fontsize=9)
+        return as_svg(figure)
+
+
+def roofline_chart(question: Question, device: Device, precision: str, batch: int) -> str:
+    """Predicted FLOP/s of each kernel that multiplies, over its FLOPs per byte, under the data sheet's roof. SVG."""
+    work, _, _ = counted(question)
+    fitted, _ = load_coefficients()
+    arithmetic, memory, waiting = kernel_seconds(work, device, precision, batch, fitted[precision])
+    multiplies = work.flops > 0
+    seconds = (np.hypot(arithmetic, memory) + waiting)[multiplies]
+    flops = batch * work.flops[multiplies]
+    x, y = flops / kernel_bytes(work, precision, batch)[multiplies], flops / seconds / 1e12
+    kinds, size = work.kind[multiplies], 12 + 200 * seconds / seconds.sum()
+    peak, bandwidth = device.peak(precision) / 1e12, device.bandwidth_gb_per_s / 1e3
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "advise roofline"}):
+        figure, axes = new_axes("FLOPs per byte", "TFLOP/s" if precision != "int8" else "TOP/s")
+        logarithmic(axes, "x", [float(x.min()), float(x.max()), peak / bandwidth])
+        logarithmic(axes, "y", [float(y.min()), peak])
+        roof = np.geomspace(*axes.get_xlim(), 100)
+        axes.plot(roof, np.minimum(peak, roof * bandwidth), color=TEXT, linewidth=1, label="data sheet")
+        for kind, (name, shape) in enumerate(zip(_KINDS, _SHAPES, strict=True)):
+            chosen = kinds == kind
+            if chosen.any():
+                color = SERIES[("int8", "fp16", "fp32", "fp16")[kind]]
+                axes.scatter(
+                    x[chosen], y[chosen], s=size[chosen], marker=shape, color=color, edgecolors=GROUND,
+                    linewidths=0.4, label=name,
+                )  # fmt: skip
+        handles, labels = axes.get_legend_handles_labels()
+        legend = figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=9)
+        for handle in legend.legend_handles[1:]:
+            handle.set(sizes=[30])  # type: ignore[union-attr]
+        return as_svg(figure)
+
+
+def page(rows: Sequence[dict[str, Any]], workload: str, question: Question, prices: str) -> str:
+    """One HTML file, complete in itself."""
+    best = next((row for row in rows if row["max_q"]), None)
+    cost, label = ("cost", "cost of the training on one GPU")
+    if workload == "serve":
+        cost, label = ("cost_per_million", "cost of a million images")
+    charts = {"cost": cost_chart(rows, cost, label), "roofline": ""}
+    if best is not None:
+        device = devices()[best["gpu"]]
+        charts["roofline"] = roofline_chart(question, device, best["precision"], best["batch"])
+    return (
+        templates(_OWN, filters={"range": _range})
+        .get_template("advise.html.j2")
+        .render(
+            rows=rows,
+            workload=workload,
+            question=question,
+            best=best,
+            prices=prices,
+            fitted_on=FITTED_ON,
+            sheets=devices(),
+            charts={name: Markup(svg) for name, svg in charts.items()},  # noqa: S704  # drawn here, text escaped
+        )
+    )
+
+
+def _range(values: Sequence[float], form: str = ",.0f") -> str:
+    """One number or from the first to the last, as text."""
+    texts = [format(value, form) for value in values]
+    return texts[0] if len(set(texts)) == 1 else f"{texts[0]} to {texts[-1]}"
