@@ -1,6 +1,7 @@
 """`enginery advise`: which GPU, how many, and what limits them, for one model."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,37 @@ from enginery.cli.options import PATH, duration, finite
     callback=finite,
     help="Per hour of serving, or of the training: Max-Q is chosen within it.",
 )
+@click.option(
+    "--how-much-data",
+    "data",
+    type=PATH,
+    metavar="FOLDER",
+    help="Instead: train MODEL on parts of these images, and say whether more of them would help.",
+)
+@click.option("--config", type=PATH, metavar="FILE.yaml", help="Settings of those trainings, as `enginery run` takes.")
+@click.option("--num-runs", default=2, type=click.IntRange(1, 20), show_default=True, help="Of each number of images.")
 @click.option("--html", type=PATH, metavar="FILE", help="Write a page with charts: cost, and the kernels' roofline.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def advise(model: str, workload: str, prices: Path | None, html: Path | None, *, as_json: bool, **options: Any) -> None:
+def advise(
+    model: str,
+    workload: str,
+    prices: Path | None,
+    html: Path | None,
+    data: Path | None,
+    config: Path | None,
+    num_runs: int,
+    *,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Predict what MODEL needs on each GPU of a table of data sheets.
 
     MODEL is a network of torchvision, of timm as timm/NAME, a bundle, or for serving an .onnx file. Predictions come
     as ranges: docs/advise.md says how often they held. Times take a unit: ms, s, min, h or d.
     """
+    if data is not None:
+        _how_much_data(model, data, config, num_runs, as_json=as_json)
+        return
     from enginery.advise.answers import PRICES, Question, read_prices, serving, training
 
     question = Question(model=model, prices=read_prices(prices or PRICES), **options)
@@ -60,6 +84,39 @@ def advise(model: str, workload: str, prices: Path | None, html: Path | None, *,
         click.echo(json.dumps({"model": model, "workload": workload, **options, "gpus": rows}, indent=1))
         return
     _print(rows, workload, prices_text)
+
+
+def _how_much_data(model: str, data: Path, config: Path | None, num_runs: int, *, as_json: bool) -> None:
+    from tempfile import TemporaryDirectory
+
+    from enginery.advise.learning_curve import forecast, measure, verdict
+
+    with TemporaryDirectory(prefix="enginery-advise-") as folder:
+        points, num_val = measure(
+            data,
+            model,
+            Path(folder),
+            config=config,
+            num_runs=num_runs,
+            on_progress=lambda line: click.echo(line, err=True),
+        )
+    largest = points[-1]
+    foretold, twice = (
+        forecast(points[:-1], num_val, largest.num_images),
+        forecast(points, num_val, 2 * largest.num_images),
+    )
+    if as_json:
+        record = {"points": points, "num_val": num_val, "largest_foretold": foretold, "twice": twice}
+        click.echo(json.dumps(record | {"verdict": verdict(twice)}, default=asdict, indent=1))
+        return
+    for point in points:
+        errors = ", ".join(f"{100 * error:.2f}" for error in point.errors)
+        click.echo(f"{point.num_images:>9,} images: {errors} % of {num_val:,} validation images wrong")
+    click.echo(
+        f"Without the last row, {foretold.error_pct[0]:.2f} to {foretold.error_pct[2]:.2f} % were foretold for it; "
+        f"with {twice.num_images:,} images it would be {twice.error_pct[0]:.2f} to {twice.error_pct[2]:.2f} %."
+    )
+    click.echo(verdict(twice))
 
 
 # Columns: heading, key, form of the number.
