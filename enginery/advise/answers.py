@@ -99,8 +99,9 @@ def counted(question: Question) -> tuple[Work, str, int]:
         size = manifest.shapes.height
         return Work(count_onnx(path / manifest.models["fp32"]), size), manifest.architecture, size
     if path.suffix == ".onnx":
-        dimensions = read_onnx(path).graph.input[0].type.tensor_type.shape.dim
-        size = question.image_size or max((each.dim_value for each in dimensions[2:]), default=0) or 224
+        inputs = read_onnx(path).graph.input[:1]
+        sides = [each.dim_value for graph_input in inputs for each in graph_input.type.tensor_type.shape.dim[2:]]
+        size = question.image_size or max(sides, default=0) or 224
         return Work(count_onnx(path), size), "", size
     size = question.image_size or 224
     return Work(count_model(question.model, size), size), question.model, size

@@ -29,7 +29,21 @@ _POINTWISE = (
     *("batch_norm", "batchnormalization", "relu", "hardtanh", "clip", "clamp", "add", "mul", "div"),
     *("hardswish", "hardsigmoid", "silu", "sigmoid", "gelu", "erf"),
 )
-_FREE = ("dropout", "slice", "fill", "full", "ones", "zeros", "arange", "empty", "as_strided", "gather", "split")
+_FREE = (
+    "dropout",
+    "slice",
+    "fill",
+    "full",
+    "ones",
+    "zeros",
+    "arange",
+    "empty",
+    "as_strided",
+    "gather",
+    "split",
+    "transpose",
+)
+_FEW_VALUES = 8  # of what an exported file computes about shapes
 _CONV, _GROUPED, _MATMUL, _DEPTHWISE, _OTHER = range(5)
 
 
@@ -131,8 +145,10 @@ def _kernels(count: Count) -> list[tuple[Layer, float]]:
         operator, values = layer.operator.lower(), float(layer.input_values + layer.output_values)
         if layer.macs:
             fuses = layer.operator == "Conv"
-        elif not layer.output_values or any(word in operator for word in _FREE):
+        elif layer.output_values <= _FEW_VALUES or any(word in operator for word in _FREE):
             continue
+        elif operator == "add" and layer.num_parameters and kernels and kernels[-1][0].operator == "MatMul":
+            continue  # the bias, which PyTorch counts with the product
         else:
             pointwise = "layer_norm" not in operator and any(word in operator for word in _POINTWISE)
             if pointwise and fuses:
@@ -152,8 +168,11 @@ def _channels(layer: Layer) -> int:
     if not layer.num_parameters:
         return _TILE  # of activations by activations
     sums = layer.macs / layer.output_values
-    channels = layer.num_parameters / sums
-    return max(1, round(channels if channels == round(channels) else layer.num_parameters / (sums + 1)))  # with bias
+    with_bias = layer.num_parameters / (sums + 1)
+    plain = round(layer.num_parameters / sums)
+    number = round(with_bias)
+    fits = number and number == with_bias and not layer.output_values % number and not number % layer.groups
+    return number if fits else max(1, plain)
 
 
 def _kind(layer: Layer, channels: int) -> int:

@@ -6,11 +6,13 @@ from typing import Any
 
 import onnx
 import pytest
+import torch
 from click.testing import CliRunner
 from onnx import TensorProto, helper
 
 from components.common.contracts.errors import UserError
-from components.common.runtimes.counting import count_model
+from components.common.runtimes.architectures import build_model
+from components.common.runtimes.counting import count_model, count_onnx
 from enginery.advise.answers import PRICES, read_prices
 from enginery.advise.roofline import Work, devices, load_coefficients, predict
 from enginery.cli.advise import advise
@@ -159,3 +161,13 @@ def test_kernels_are_told_apart() -> None:
     assert len(work.flops) == 20 + 1 + 2  # convolutions, the linear layer, two kinds of pooling
     groups = Work(count_model("mobilenet_v2", 224), 224)
     assert int((groups.kind == 3).sum()) == 17  # depthwise
+
+
+def test_an_exported_file_is_the_same_work(tmp_path: Path) -> None:
+    """Depthwise convolutions with folded BatchNorm have a bias; they stay depthwise."""
+    model = build_model("mobilenet_v2", 1000).eval()
+    file = tmp_path / "model.onnx"
+    torch.onnx.export(model, (torch.zeros(1, 3, 64, 64),), str(file), dynamo=False, opset_version=17)
+    counted, exported = Work(count_model("mobilenet_v2", 64), 64), Work(count_onnx(file), 64)
+    assert exported.kind.tolist() == counted.kind.tolist()
+    assert exported.flops.tolist() == counted.flops.tolist()
