@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _PREFIX = "@probe "
-_LIMIT_S = 60.0  # a cold disk may take half of it to read PyTorch
+_LIMIT_S = 180.0  # a cold disk on a busy machine may take half of it to read PyTorch
 
 
 class ProbeError(Exception):
