@@ -1,15 +1,18 @@
 """What is packed beside an image: its label, by task, as the loader reads it."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from components.common.tasks import TaskName
-from components.preprocess.decoding import Rejected
-from components.preprocess.sources import Sample
+from components.common.tasks.segmentation import VOID
+from components.preprocess.decoding import Rejected, as_png, decode_mask
+from components.preprocess.sources import Sample, Storage, Unreadable, read_sample
 
 _LABEL_WIDTH = 6  # digits of a .cls member; DALI needs labels of one length to batch them
 _TOLERANCE = 1.0  # px by which boxes may reach out of the image, as where pixels are counted from 1
@@ -22,16 +25,16 @@ class PackedLabel:
     """The label of an image, and what of it could not be used."""
 
     data: bytes
-    entry: dict[str, Any]  # of the listing: "label", and of boxes "objects"
+    entry: dict[str, Any]  # of the listing: "label", of boxes "objects", of masks "shares"
     # names of annotations, what is wrong with them, and whether they are kept all the same
     refused: list[tuple[str, str, bool]] = field(default_factory=list)
 
 
-def _pack_class(sample: Sample, size: tuple[int, int], packed: tuple[int, int]) -> PackedLabel:
+def _pack_class(sample: Sample, size: tuple[int, int], packed: tuple[int, int], storage: Storage) -> PackedLabel:
     return PackedLabel(data=f"{sample.label:0{_LABEL_WIDTH}d}".encode(), entry={"label": sample.label})
 
 
-def _pack_boxes(sample: Sample, size: tuple[int, int], packed: tuple[int, int]) -> PackedLabel:
+def _pack_boxes(sample: Sample, size: tuple[int, int], packed: tuple[int, int], storage: Storage) -> PackedLabel:
     """Boxes as little-endian float32 [n, 6]: x1, y1, x2, y2 in pixels of the packed image, class, 1 if ignored.
 
     An image without objects has one row of class -1: no member of a tar is empty.
@@ -71,8 +74,45 @@ def _text(box: np.ndarray) -> str:
     return "[" + ", ".join(f"{value:g}" for value in box.round(2)) + "]"
 
 
-PACKERS: dict[TaskName, Callable[[Sample, tuple[int, int], tuple[int, int]], PackedLabel]] = {
+def _pack_mask(sample: Sample, size: tuple[int, int], packed: tuple[int, int], storage: Storage) -> PackedLabel:
+    """The mask as gray PNG of the packed image's size: classes, and VOID where there is none.
+
+    "shares" of the entry are [class, share of the pixels] of the classes that occur, the label is the largest.
+
+    Raises:
+        Rejected: it is no mask of the image.
+        Unreadable, OSError: it can't be read.
+    """
+    assert sample.mask is not None
+    path, num_classes = sample.mask.path, int(sample.annotation or b"")
+    try:
+        mask = decode_mask(read_sample(storage, sample.mask), size)
+    except (Rejected, Unreadable) as reason:
+        raise type(reason)(f"its mask can't be used: {reason} ({path})") from None
+    except OSError as error:
+        raise OSError(error.errno, f"its mask {path}: {error.strerror or error}") from None
+    values = np.array(mask)  # [H, W] uint8
+    shares = np.bincount(values.ravel(), minlength=VOID + 1) / values.size
+    unknown = [value for value in np.flatnonzero(shares).tolist() if num_classes <= value < VOID]
+    refused = []
+    if unknown:
+        values[(values >= num_classes)] = VOID
+        which = ", ".join(f"{value} ({100 * shares[value]:.2g} %)" for value in unknown)
+        refused.append((path, f"values that are no class, taken for void: {which} of the pixels", True))
+    gray = Image.fromarray(values)
+    data = as_png(gray if packed == size else gray.resize(packed, Image.Resampling.NEAREST))
+    entry = {
+        "label": int(shares[:num_classes].argmax()),
+        "shares": [[int(label), round(shares[label], 6)] for label in np.flatnonzero(shares[:num_classes])],
+        "label_sha256": hashlib.sha256(data).hexdigest(),
+    }
+    return PackedLabel(data=data, entry=entry, refused=refused)
+
+
+PACKERS: dict[TaskName, Callable[[Sample, tuple[int, int], tuple[int, int], Storage], PackedLabel]] = {
     "classification": _pack_class,
     "detection": _pack_boxes,
+    "segmentation": _pack_mask,
 }
-"""By task: from a sample, the sides of its image (width, height; upright) and of the packed one to its label."""
+"""By task: from a sample, the sides of its image (width, height; upright) and of the packed one, and where it lies to
+its label."""

@@ -255,7 +255,7 @@ def _annotation_line(config: PreprocessConfig, packed: Sequence[Packed], finder:
     kinds: Counter[str] = Counter(entry["reason"].partition(":")[0] for entry in entries_of(listing))
     first = next(entries_of(listing))
     num_rejected = sum(one.record.num_rejected_annotations for one in packed)
-    total = num_rejected + sum(int(finder.class_counts(split).sum()) for split in SPLITS)
+    total = num_rejected + finder.num_annotations
     line = (
         f"something is wrong with {kinds.total():,} of {total:,} annotations, of which {num_rejected:,} were left out "
         f"({'; '.join(f'{kind}: {number:,}' for kind, number in kinds.most_common(8))}), such as {first['annotation']} "

@@ -129,7 +129,8 @@ class IssueFinder:
         self.classes = tuple(classes)
         self._parts = [np.empty(0, _ROW)]
         self._counts = {split: np.zeros(len(self.classes), np.int64) for split in SPLITS}  # of images, or of objects
-        self._has_objects = False
+        self._has_objects = self._has_masks = False
+        self._num_annotations = 0
 
     def add(self, split: SplitName, entries: Iterable[Mapping[str, Any]]) -> None:
         """Take entries of a split's listing, in its order. Further calls continue where the last one ended.
@@ -137,7 +138,7 @@ class IssueFinder:
         Args:
             split: whose listing it is.
             entries: with "label", "height", "width" and "sha256" (in hexadecimal digits); perhaps with "objects", whose
-                fifth value is a class.
+                fifth value is a class, or with "shares", whose first is one.
         """
 
         def counted(entry: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -159,8 +160,15 @@ class IssueFinder:
 
     def _count(self, split: SplitName, entry: Mapping[str, Any], times: int) -> None:
         self._has_objects |= "objects" in entry
-        for label in [int(row[4]) for row in entry["objects"]] if "objects" in entry else [entry["label"]]:
+        self._has_masks |= "shares" in entry
+        labels = [entry["label"]]
+        if "objects" in entry:
+            labels = [int(row[4]) for row in entry["objects"]]
+        elif "shares" in entry:
+            labels = [label for label, _ in entry["shares"]]
+        for label in labels:
             self._counts[split][label] += times
+        self._num_annotations += times * (1 if "shares" in entry else len(labels))
 
     def leave_out(self, entries: Mapping[int, Mapping[str, Any]]) -> None:
         """Forget images of the validation split: entries by their places in its listing, once all are added."""
@@ -169,8 +177,16 @@ class IssueFinder:
             self._count("val", entry, -1)
 
     def class_counts(self, split: SplitName) -> np.ndarray:
-        """[classes] int64: images of each class in a split; objects, where images have several."""
+        """[classes] int64: images of each class in a split; objects, where images have several.
+
+        An image with a mask counts in each class that its mask shows.
+        """
         return self._counts[split]
+
+    @property
+    def num_annotations(self) -> int:
+        """Objects, masks or classes of all images."""
+        return self._num_annotations
 
     @property
     def num_classes(self) -> int:
@@ -226,7 +242,7 @@ class IssueFinder:
         np.maximum.at(highest, contents, labels)
         masks = {
             "leak": (num_train > 0) & (num_val > 0),
-            "conflict": (lowest < highest) & (not self._has_objects),
+            "conflict": (lowest < highest) & (not self._has_objects) & (not self._has_masks),
             "train": num_train > 1,
             "val": num_val > 1,
         }

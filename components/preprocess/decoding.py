@@ -6,6 +6,7 @@ import struct
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import add
 from typing import NamedTuple
 
@@ -263,27 +264,61 @@ def decode(data: bytes, max_pixels: int) -> tuple[str, Image.Image]:
     Raises:
         Rejected: it can't be used.
     """
+    with _rejecting(data):
+        image = open_image(data)
+        if image.width * image.height > max_pixels:
+            raise Rejected(f"{image.width}x{image.height} has more than max_pixels = {max_pixels} pixels")
+        if image.format == "TIFF" and image.mode not in _TIFF_MODES:
+            raise Rejected(f"TIFF of mode {image.mode} is not supported; convert it to 8 bits per channel")
+        kind, is_alike = str(image.format), _is_read_alike(image)
+        check_structure(kind, data)
+        image.load()
+        block = image.info.get("exif", b"")  # of a PNG file it may come behind the picture
+        check_exif(block)
+        turned = upright(image)
+        is_alike &= is_turned_alike(kind, data, block, turned is not image)
+        extension = _EXTENSIONS[kind] if is_alike else ""
+        if turned.mode.startswith("I;16"):
+            return extension, from_16_bit(turned)
+        return extension, turned if turned.mode == "RGB" else turned.convert("RGB")
+
+
+def decode_mask(data: bytes, size: tuple[int, int]) -> Image.Image:
+    """Decode a mask, whose values are the pixels of a gray image or the numbers of a palette's colours.
+
+    Args:
+        data: the file's content.
+        size: width and height of its image, upright.
+
+    Returns:
+        An image of mode L or P.
+
+    Raises:
+        Rejected: it is no mask of that image.
+    """
+    with _rejecting(data):
+        mask = open_image(data)
+        # Pillow scales the values of gray images of fewer bits, and not the numbers of a palette's colours.
+        raw_mode = mask.tile[0].args if mask.format == "PNG" else ""
+        if (raw_mode != "L" and mask.mode != "P") or mask.format != "PNG":
+            kind = f"{mask.format} of {raw_mode or mask.mode}"
+            raise Rejected(f"a {kind}; write it as PNG of 8-bit gray or with a palette")
+        if mask.size != size:
+            raise Rejected(f"mask of another size: {mask.width}x{mask.height}, an image of {size[0]}x{size[1]} pixels")
+        check_structure("PNG", data)
+        mask.load()
+        return mask
+
+
+@contextmanager
+def _rejecting(data: bytes) -> Iterator[None]:
+    """Turn what goes wrong with a file into Rejected."""
     if not data:
         raise Rejected("empty file")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            image = open_image(data)
-            if image.width * image.height > max_pixels:
-                raise Rejected(f"{image.width}x{image.height} has more than max_pixels = {max_pixels} pixels")
-            if image.format == "TIFF" and image.mode not in _TIFF_MODES:
-                raise Rejected(f"TIFF of mode {image.mode} is not supported; convert it to 8 bits per channel")
-            kind, is_alike = str(image.format), _is_read_alike(image)
-            check_structure(kind, data)
-            image.load()
-            block = image.info.get("exif", b"")  # of a PNG file it may come behind the picture
-            check_exif(block)
-            turned = upright(image)
-            is_alike &= is_turned_alike(kind, data, block, turned is not image)
-            extension = _EXTENSIONS[kind] if is_alike else ""
-            if turned.mode.startswith("I;16"):
-                return extension, from_16_bit(turned)
-            return extension, turned if turned.mode == "RGB" else turned.convert("RGB")
+            yield
     except Rejected:
         raise
     except MemoryError:  # what a damaged file asks for, too

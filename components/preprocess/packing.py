@@ -147,7 +147,13 @@ class ShardRecord(Record):
 def _planned_bytes(sample: Sample, max_short_side: int) -> int:
     """Return the size that the plan counts: the usual one where it is not known or the image is scaled down."""
     size_bytes = sample.size_bytes or _USUAL_BYTES
-    return min(size_bytes, int(_USUAL_BYTES_PER_SQUARE * max_short_side**2)) if max_short_side else size_bytes
+    if max_short_side:
+        size_bytes = min(size_bytes, int(_USUAL_BYTES_PER_SQUARE * max_short_side**2))
+    return size_bytes + _mask_bytes(sample)
+
+
+def _mask_bytes(sample: Sample) -> int:
+    return sample.mask.size_bytes if sample.mask else 0
 
 
 def plan_shards(samples: Sequence[Sample], shard_bytes: int, max_short_side: int = 0) -> list[Sequence[Sample]]:
@@ -281,7 +287,7 @@ def _fill(archive: TarWriter, thumbnails: BinaryIO, task: ShardTask) -> "_Conten
     for number, sample in enumerate(task.samples, task.first_index):
         try:
             data, extension, image, size = _image(task, sample)
-            label = PACKERS[name](sample, size, image.size)
+            label = PACKERS[name](sample, size, image.size, task.storage)
         except (Rejected, Unreadable) as reason:
             content.rejected.append({"path": sample.path, "reason": str(reason)})
             continue
@@ -448,6 +454,8 @@ def plan_digest(config: PreprocessConfig, source: Source) -> str:
             entry = f"{split}\0{sample.path}\0{sample.label}\0{sample.size_bytes}\0{sample.offset}\n"
             sha.update(entry.encode(errors="surrogateescape"))
             sha.update(sample.annotation or b"")
+            if mask := sample.mask:
+                sha.update(f"{mask.path}\0{mask.size_bytes}\0{mask.offset}\n".encode(errors="surrogateescape"))
     return "sha256:" + sha.hexdigest()
 
 
@@ -536,7 +544,11 @@ def _may_be_fixed(task: ShardTask, record: ShardRecord) -> bool:
     """
     if not record.num_rejected or not (task.folder / REJECTED).exists():
         return False
-    no_size = {sample.path for sample in task.samples if not sample.size_bytes}
+    no_size = {
+        sample.path
+        for sample in task.samples
+        if not sample.size_bytes or (sample.mask is not None and not sample.mask.size_bytes)
+    }
     left_out = entries_of(rejected_file(task.records, task.name))
     return any(entry["reason"].startswith(UNREADABLE) or entry["path"] in no_size for entry in left_out)
 
@@ -545,7 +557,9 @@ def _check_space(tasks: Sequence[ShardTask]) -> None:
     """Shards hold the files as they are, so their sum is known before the first is written."""
     folder = tasks[0].folder
     thumbnail_bytes = 0 if tasks[0].config.near_duplicates == "keep" else THUMBNAIL_SIDE**2
-    needed_bytes = sum(sample.size_bytes + thumbnail_bytes for task in tasks for sample in task.samples)
+    needed_bytes = sum(
+        sample.size_bytes + _mask_bytes(sample) + thumbnail_bytes for task in tasks for sample in task.samples
+    )
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         raise EngineryError(

@@ -6,7 +6,7 @@ from collections.abc import Collection, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
 from components.common.contracts.errors import UserError
 from components.common.contracts.foreign import LFS_POINTER, MAX_PIXELS
@@ -27,7 +27,7 @@ _TRANSPOSITIONS = {
 _ACCEPTED = "take a JPEG, PNG, WebP, BMP or TIFF of 8 bits per channel"
 
 
-def open_image(data: bytes) -> Image.Image:
+def open_image(data: bytes) -> ImageFile.ImageFile:
     """Have Pillow read the header. None of its other plugins, of which there are forty, sees the bytes.
 
     Raises:
@@ -129,7 +129,7 @@ def image_places(index: Path) -> Iterator[tuple[str, int, int]]:
         for line in lines:
             parts = line.split()
             for extension, offset, size, name in zip(*[iter(parts)] * 4, strict=True):
-                if extension != "cls":
+                if extension in IMAGE_EXTENSIONS:
                     yield name.removesuffix(f".{extension}"), int(offset), int(size)
 
 

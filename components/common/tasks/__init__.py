@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from components.common.tasks.task import Task
 
-TaskName = Literal["classification", "detection"]
+TaskName = Literal["classification", "detection", "segmentation"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,7 @@ TASKS: dict[TaskName, TaskSpec] = {
     for spec in (
         TaskSpec(name="classification", score_name="top-1", label_member="cls"),
         TaskSpec(name="detection", score_name="mAP", label_member="boxes", module="detection.task"),
+        TaskSpec(name="segmentation", score_name="mIoU", label_member="mask", module="segmentation.task"),
     )
 }
 

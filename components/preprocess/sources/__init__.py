@@ -27,7 +27,7 @@ from components.common.data.places import (
     translate_errors,
 )
 from components.common.tasks import TaskName
-from components.preprocess.sources.annotations import WANTED, boxes_source
+from components.preprocess.sources import annotations, masks
 from components.preprocess.sources.folders import LocalTree, Tree, folder_source, remote_tree
 from components.preprocess.sources.samples import (
     FileStorage,
@@ -170,9 +170,12 @@ def is_listed_soon(data: str, *, seconds: float) -> bool:
 
 TREES: dict[TaskName, Callable[[Tree, Storage, Options], Source]] = {
     "classification": folder_source,
-    "detection": boxes_source,
+    "detection": annotations.boxes_source,
+    "segmentation": masks.masks_source,
 }
 """Lists the samples of a tree of files, by task."""
+
+_WANTED = {"detection": annotations.WANTED, "segmentation": masks.WANTED}
 
 
 def find_samples(
@@ -203,7 +206,7 @@ def find_samples(
     kind = kind_of(data)
     if kind.is_table and task != "classification":
         raise UserError(
-            f"{data} is a table, which has one class per image; for {task} {WANTED}",
+            f"{data} is a table, which has one class per image; for {task} {_WANTED[task]}",
             code="no-annotations",
             setting="data",
         )

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 from xml.etree import ElementTree
@@ -100,27 +100,27 @@ def boxes_source(tree: Tree, storage: Storage, options: Options) -> Source:
         names = options.names
     if not names.names:
         raise UserError(f"{tree.name} has annotations, and no object in them; {WANTED}", code="no-objects")
-    splits: dict[str, list[Sample]] = {"train": [], "val": []}
-    free: list[Sample] = []
-    for path, (file, split, annotated) in sorted(found.images.items()):
-        plain = sample_of(file, 0)
-        sample = Sample(
-            path=path,
-            label=0,
-            size_bytes=plain.size_bytes,
-            offset=plain.offset,
-            zipped=plain.zipped,
-            annotation=annotated.encoded(labels),
-        )
-        (splits[split] if split else free).append(sample)
+    samples = [
+        (split, replace(sample_of(file, 0), annotation=annotated.encoded(labels)))
+        for _, (file, split, annotated) in sorted(found.images.items())
+    ]
+    source = Source(classes=names.names, splits=split_samples(samples, options), storage=storage)
+    return with_refused(source, found.refused)
+
+
+def split_samples(samples: Iterable[tuple[str, Sample]], options: Options) -> dict[str, list[Sample]]:
+    """Samples by split, from each one and the split that its path names, "" for none; held out where one is empty."""
+    splits: dict[str, list[Sample]] = {"train": [], "val": [], "": []}
+    for split, sample in samples:
+        splits[split].append(sample)
+    free = splits.pop("")
     if not all(splits.values()):
-        splits = hold_out([*splits["train"], *splits["val"], *free], ("images",), options)
-    else:
-        splits["train"] += free
-    return with_refused(Source(classes=names.names, splits=splits, storage=storage), found.refused)
+        return hold_out([*splits["train"], *splits["val"], *free], ("images",), options)
+    splits["train"] += free
+    return splits
 
 
-def _split_of(path: str) -> str | None:
+def split_of(path: str) -> str | None:
     """The split that a path names; "" for none, None for a test split, which is neither."""
     words = re.split("[^a-z]+", path.lower())
     if "train" in words:
@@ -153,7 +153,7 @@ def _coco(tree: Tree, files: Mapping[str, File]) -> _Found | None:
                     "all files the same categories",
                     code="other-classes",
                 )
-        split = _split_of(path)
+        split = split_of(path)
         if split is None:
             continue
         for key, (name, annotated) in content.images.items():
@@ -368,7 +368,7 @@ def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> _Found | No
     refused: dict[str, str] = {}
     for path, text in sorted(read.items()):
         stem = PurePosixPath(path).stem
-        split = _split_of(path)
+        split = split_of(path)
         if listed["train"] and listed["val"]:
             split = next((name for name, stems in listed.items() if stems and stem in stems), None)
         if split is None:
@@ -422,7 +422,7 @@ def _yolo(tree: Tree, storage: Storage, files: Mapping[str, File]) -> _Found | N
         if path.endswith(".txt") and path.rpartition("/")[2] not in _NAME_FILES
     }
     own = {path: _label_path(path) for path in files if is_image_name(path)}
-    own = {path: found for path, found in own.items() if _split_of(path) is not None}
+    own = {path: found for path, found in own.items() if split_of(path) is not None}
     labelled = {path: next((each for each in paths if each in texts), "") for path, paths in own.items()}
     if not any(labelled.values()):
         return None
@@ -437,11 +437,11 @@ def _yolo(tree: Tree, storage: Storage, files: Mapping[str, File]) -> _Found | N
         for number, line in enumerate(read[label_path].value.splitlines() if label_path else (), 1):
             if line.strip():
                 _add_yolo_object(annotated, f"line {number}", line)
-        images[path] = (files[path], _split_of(path) or "", annotated)
+        images[path] = (files[path], split_of(path) or "", annotated)
     used = set(labelled.values())
     folders = {path.rpartition("/")[0] for path in used if path}
     for path in sorted(texts):
-        if path not in used and path.rpartition("/")[0] in folders and _split_of(path) is not None:
+        if path not in used and path.rpartition("/")[0] in folders and split_of(path) is not None:
             refused[path] = "labels of an image that is not there"
     if names is None:
         most = max((kind for *_, annotated in images.values() for *_, kind, _ in annotated.objects), default=-1)
@@ -532,7 +532,7 @@ class _Index:
             shared = next(
                 (at for at, pair in enumerate(zip(own, parts, strict=False)) if pair[0] != pair[1]), len(parts)
             )
-            return _split_of(file.path) == _split_of(named_in), shared
+            return split_of(file.path) == split_of(named_in), shared
 
         ranked = sorted(found, key=nearness, reverse=True)
         if len(ranked) > 1 and nearness(ranked[0]) == nearness(ranked[1]):

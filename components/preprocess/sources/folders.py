@@ -492,7 +492,7 @@ def _solution(tree: Tree, path: str) -> Mapping[str, str]:
     """The wnid of each ImageId."""
     wnids = {}
     where = shown(tree.name, path)
-    rows = csv.DictReader(io.StringIO(_text(tree, path)))
+    rows = csv.DictReader(io.StringIO(read_text(tree, path)))
     if not {"ImageId", "PredictionString"} <= set(rows.fieldnames or ()):
         raise UserError(
             f"{where} needs the columns ImageId,PredictionString; take the file that comes with ImageNet",
@@ -532,14 +532,15 @@ def _from_synset_map(tree: Tree, folders: Sequence[str]) -> ClassNames | None:
     found = [name for name in SYNSET_MAPS if name in tree.names("")]
     if not found:
         return None
-    synsets = parse_class_names(_text(tree, found[0]), shown(tree.name, found[0]), is_fetched=is_uri(tree.name))
+    synsets = parse_class_names(read_text(tree, found[0]), shown(tree.name, found[0]), is_fetched=is_uri(tree.name))
     if not set(folders) & set(synsets.wnids):
         return None
     unknown = set(folders) - set(synsets.wnids)
     return synsets if unknown else synsets.only(folders)
 
 
-def _text(tree: Tree, path: str) -> str:
+def read_text(tree: Tree, path: str) -> str:
+    """The content of a text file in UTF-8. Raises UserError."""
     where = shown(tree.name, path)
     with translate_errors(where):
         data = tree.read(path)

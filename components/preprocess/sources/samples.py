@@ -119,6 +119,7 @@ class Sample:
     offset: int = -1  # of the file's bytes within an uncompressed tar, or of its header within a zip; -1 elsewhere
     zipped: ZipEntry | None = None  # None for what is not in a zip
     annotation: bytes | None = None  # what the data says of the image but for one class, as its task's packer reads it
+    mask: "Sample | None" = None  # the file with a class for each pixel; None of other tasks
 
 
 class Storage(Protocol):

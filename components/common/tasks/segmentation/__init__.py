@@ -1,0 +1,4 @@
+"""Segmentation: a class for each pixel, scored by mIoU."""
+
+VOID = 255
+"""The value in a mask of pixels that belong to no class: neither learned nor scored."""

@@ -1,0 +1,58 @@
+"""Segmentation: a class for each pixel, mIoU."""
+
+import torch
+from torch import nn
+
+from components.common.tasks.segmentation import VOID
+
+
+class PixelLoss(nn.Module):
+    """Mean cross entropy of all pixels but those of VOID; 0 where a batch has no other."""
+
+    def __init__(self, label_smoothing: float) -> None:
+        super().__init__()
+        self._label_smoothing = label_smoothing
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """outputs: [B, classes, H, W] logits, labels: [B, H, W] int64."""
+        total = nn.functional.cross_entropy(
+            outputs.float(), labels, ignore_index=VOID, reduction="sum", label_smoothing=self._label_smoothing
+        )
+        return total / (labels != VOID).sum().clamp(min=1)
+
+
+class Segmentation:
+    """See Task. Outputs are [B, classes, H, W] logits, labels [B, H, W] int64 with VOID where no class is."""
+
+    def labels(self, fetched: torch.Tensor) -> torch.Tensor:
+        """Masks as numbers. fetched: [B, H, W, 1] uint8. Returns [B, H, W] int64."""
+        return fetched.squeeze(-1).to(torch.int64)
+
+    def loss(self, label_smoothing: float) -> nn.Module:
+        """See Task."""
+        return PixelLoss(label_smoothing)
+
+    def new_totals(self, num_classes: int, device: torch.device) -> torch.Tensor:
+        """Loss, then the confusion counts by rows: pixels of each class (row) that got each class (column)."""
+        return torch.zeros(1 + num_classes**2, dtype=torch.float64, device=device)
+
+    def count(self, totals: torch.Tensor, outputs: torch.Tensor, labels: torch.Tensor) -> None:
+        """Add a batch: the sum over images of the mean loss of an image's pixels, and its confusion counts."""
+        pixel_losses = nn.functional.cross_entropy(outputs.float(), labels, ignore_index=VOID, reduction="none")
+        known = labels != VOID  # [B, H, W]
+        totals[0] += (pixel_losses.sum(dim=(1, 2)) / known.sum(dim=(1, 2)).clamp(min=1)).sum()
+        num_classes = outputs.shape[1]
+        pairs = labels[known] * num_classes + outputs.argmax(dim=1)[known]
+        totals[1:] += torch.bincount(pairs, minlength=num_classes**2)
+
+    def result(self, totals: torch.Tensor, num_images: int) -> tuple[float, float]:
+        """Mean loss, and the mean over classes that occur in the labels of intersection over union, in per cent."""
+        counts = totals[1:].reshape(2 * (round((len(totals) - 1) ** 0.5),))  # [classes, classes]
+        hits, pixels = counts.diagonal(), counts.sum(dim=1)
+        occurs = pixels > 0
+        shares = hits / (pixels + counts.sum(dim=0) - hits).clamp(min=1)
+        score = shares[occurs].mean().item() if occurs.any() else 0.0
+        return totals[0].item() / num_images, 100 * score
+
+
+TASK = Segmentation()

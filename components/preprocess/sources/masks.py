@@ -1,0 +1,91 @@
+"""Images with a mask each: a PNG file of the same name whose pixels are classes."""
+
+from dataclasses import replace
+
+from components.common.contracts.errors import UserError
+from components.common.data.places import is_uri
+from components.common.tasks.segmentation import VOID
+from components.preprocess.sources.annotations import split_of, split_samples
+from components.preprocess.sources.folders import File, Tree, read_text, sample_of, shown
+from components.preprocess.sources.samples import (
+    Options,
+    Sample,
+    Source,
+    Storage,
+    check_two_classes,
+    parse_class_names,
+    with_refused,
+)
+
+WANTED = (
+    "put the images into images/ and a PNG mask of the same name for each into masks/, in train/ and val/ or in one "
+    "folder"
+)
+_NAMES = "classes.txt"
+
+
+def masks_source(tree: Tree, storage: Storage, options: Options) -> Source:
+    """List the images of a tree that have masks, and split them.
+
+    Raises:
+        UserError: there are none, or the classes have no names.
+    """
+    files = {file.path: file for file in tree.files("")}
+    images, masks = _by_key(files, "images"), _by_key(files, "masks")
+    if not images or not masks:
+        raise UserError(f"{tree.name} has no masks; {WANTED}", code="no-masks", setting="data")
+    names = _class_names(tree, files, options)
+    annotation = str(len(names)).encode()  # one object for all samples
+    samples: list[tuple[str, Sample]] = []
+    refused: dict[str, str] = {}
+    for key, found in images.items():
+        own = masks.pop(key, [])
+        if len(found) > 1:
+            refused |= {file.path: f"{len(found)} images of one name, and so of one mask" for file in found}
+        elif not own:
+            refused[found[0].path] = "it has no mask"
+        elif len(own) > 1:
+            refused[found[0].path] = "it has several masks: " + ", ".join(file.path for file in own)
+        elif (split := split_of(key.rpartition("/")[0])) is not None:
+            sample = replace(sample_of(found[0], 0), annotation=annotation, mask=sample_of(own[0], 0))
+            samples.append((split, sample))
+    refused |= {file.path: "a mask of an image that is not there" for own in masks.values() for file in own}
+    source = Source(classes=names, splits=split_samples(samples, options), storage=storage)
+    return with_refused(source, refused)
+
+
+def _by_key(files: dict[str, File], folder: str) -> dict[str, list[File]]:
+    """Files below folders of a name, by what an image and its mask share: the rest of the path and the stem."""
+    found: dict[str, list[File]] = {}
+    for path, file in files.items():
+        *folders, name = path.split("/")
+        if folder in folders:
+            place = len(folders) - 1 - folders[::-1].index(folder)
+            key = "/".join([*folders[:place], *folders[place + 1 :], name.rpartition(".")[0] or name])
+            found.setdefault(key, []).append(file)
+    return found
+
+
+def _class_names(tree: Tree, files: dict[str, File], options: Options) -> tuple[str, ...]:
+    """The classes in the order of their values. Raises UserError."""
+    if options.names is not None:
+        names = options.names.names
+    else:
+        paths = sorted((path.count("/"), path) for path in files if path.rpartition("/")[2] == _NAMES)
+        if not paths:
+            raise UserError(
+                f"{tree.name} does not name the classes of its masks; write {_NAMES} there, one class per line in the "
+                "order of the values from 0 (the background is one), or set preprocess.class_names_file",
+                code="no-class-names",
+                setting="preprocess.class_names_file",
+            )
+        _, path = paths[0]
+        names = parse_class_names(read_text(tree, path), shown(tree.name, path), is_fetched=is_uri(tree.name)).names
+    check_two_classes(names, tree.name, "The background is a class of masks, too", is_fetched=is_uri(tree.name))
+    if len(names) > VOID:
+        raise UserError(
+            f"{tree.name} has {len(names)} classes, and masks of 8 bits have at most {VOID}, since {VOID} is no class; "
+            "leave some out",
+            code="too-many-classes",
+        )
+    return names

@@ -1,0 +1,267 @@
+"""Images with PNG masks: what is packed, and what becomes of bad ones."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from components.common.contracts.manifests import ALL_FILES, Artifact, DatasetManifest, load
+from components.common.process.steplog import StepLog
+from components.merge.config import MergeConfig
+from components.merge.run import run as merge
+from enginery.datasets.shapes import CLASSES as SHAPES
+from enginery.datasets.shapes import write_shapes
+from tests.conftest import preprocess, run_step
+from tests.unit.refusals import refuses
+
+from .builders import archive, gradient, listing, rejected
+
+WIDTH, HEIGHT = 64, 48
+CLASSES = ("ground", "cat", "dog")
+
+
+def mask_of(number: int) -> np.ndarray:
+    """[HEIGHT, WIDTH] uint8: a part of class 1 or 2 and a border of void; image 0 is ground alone."""
+    values = np.zeros((HEIGHT, WIDTH), np.uint8)
+    if number:
+        values[10 : 20 + number, 5:30] = 1 + number % 2
+        values[0] = 255
+    return values
+
+
+def write_pair(folder: Path, number: int, values: np.ndarray | None = None, split: str = "") -> None:
+    """Image and mask of a number; folder/images[/split] and folder/masks[/split]."""
+    for name in ("images", "masks"):
+        (folder / name / split).mkdir(parents=True, exist_ok=True)
+    gradient(HEIGHT, WIDTH, shift=number * 11).save(folder / "images" / split / f"{number}.jpg")
+    Image.fromarray(mask_of(number) if values is None else values).save(folder / "masks" / split / f"{number}.png")
+
+
+def write_masks(root: Path) -> Path:
+    for number in range(4):
+        write_pair(root / ("val" if number == 3 else "train"), number)
+    (root / "classes.txt").write_text("\n".join(CLASSES), encoding="utf-8")
+    return root
+
+
+def packed(data: Path, output: Path, **settings: Any) -> Artifact[DatasetManifest]:
+    return preprocess(data, output, **{"task": "segmentation", "near_duplicates": "keep", **settings})
+
+
+def masks(dataset: Artifact[DatasetManifest]) -> dict[str, np.ndarray]:
+    """Packed masks by the names of their images."""
+    found = {}
+    for split, info in dataset.manifest.splits.items():
+        stems = {entry["key"]: Path(entry["path"]).stem for entry in listing(dataset, split)}
+        for shard in info.shards:
+            with tarfile.open(dataset.file(shard)) as tar:
+                for member in tar:
+                    key, _, kind = member.name.partition(".")
+                    if kind == "mask":
+                        image = Image.open(io.BytesIO(tar.extractfile(member).read()))  # type: ignore[union-attr]
+                        assert (image.format, image.mode) == ("PNG", "L")
+                        found[stems[key]] = np.array(image)
+    return found
+
+
+def assert_masks(found: dict[str, np.ndarray], numbers: range = range(4)) -> None:
+    assert found.keys() == {str(number) for number in numbers}
+    for number in numbers:
+        np.testing.assert_array_equal(found[str(number)], mask_of(number))
+
+
+def test_masks_are_packed_exactly_and_classes_counted_by_image(tmp_path: Path) -> None:
+    dataset = packed(write_masks(tmp_path / "data"), tmp_path / "x")
+    manifest = dataset.manifest
+    assert (manifest.task, manifest.classes, manifest.num_rejected) == ("segmentation", CLASSES, 0)
+    assert manifest.splits["train"].class_counts == (3, 1, 1)
+    assert manifest.splits["val"].class_counts == (1, 0, 1)
+    assert_masks(masks(dataset))
+    entry = next(entry for entry in listing(dataset, "train") if entry["path"].endswith("1.jpg"))
+    part = 11 * 25 / (HEIGHT * WIDTH)
+    assert entry["label"] == 0
+    np.testing.assert_allclose(entry["shares"], [[0, 1 - part - 1 / HEIGHT], [2, part]], atol=1e-6)
+    assert not (dataset.path / "rejected_annotations.jsonl").exists()
+    assert "dog" in dataset.file("data_card.html").read_text(encoding="utf-8")
+
+
+def test_splits_below_the_folders_none_and_an_archive(tmp_path: Path) -> None:
+    for number in range(4):
+        write_pair(tmp_path / "below", number, split="val" if number == 3 else "train")
+        write_pair(tmp_path / "free", number)
+    names = tmp_path / "names.txt"
+    names.write_text("a\nb\nc\n", encoding="utf-8")
+    below = packed(tmp_path / "below", tmp_path / "x", class_names_file=str(names))
+    assert_masks(masks(below))
+    assert {split: info.num_images for split, info in below.manifest.splits.items()} == {"train": 3, "val": 1}
+    free = packed(tmp_path / "free", tmp_path / "y", class_names_file=str(names), val_fraction=0.5)
+    assert_masks(masks(free))
+    assert {split: info.num_images for split, info in free.manifest.splits.items()} == {"train": 2, "val": 2}
+    for name in ("data.zip", "data.tar"):
+        file = archive(tmp_path / name, write_masks(tmp_path / name.replace(".", "_")), "top/")
+        assert_masks(masks(packed(file, tmp_path / f"of_{name}")))
+
+
+def test_shapes_as_the_tool_writes_them(tmp_path: Path) -> None:
+    write_shapes(tmp_path / "shapes", num_train=6, num_val=2, image_size=64, num_workers=1)
+    dataset = packed(tmp_path / "shapes", tmp_path / "x")
+    assert dataset.manifest.classes == SHAPES
+    for split in ("train", "val"):
+        written = {file.stem: np.array(Image.open(file)) for file in (tmp_path / "shapes" / split / "masks").iterdir()}
+        entries = listing(dataset, split)
+        assert len(entries) == len(written)
+        for entry in entries:
+            values = written[Path(entry["path"]).stem]
+            assert [label for label, _ in entry["shares"]] == np.unique(values).tolist()
+
+
+def test_palettes_are_their_numbers_and_orientation_and_size_follow_the_image(tmp_path: Path) -> None:
+    data = write_masks(tmp_path / "data")
+    indexed = Image.fromarray(mask_of(1)).convert("P")
+    indexed.putdata(mask_of(1).ravel().tolist())
+    indexed.putpalette([level for number in range(256) for level in ((number * 7) % 256, 255 - number, 3)])
+    indexed.save(data / "train" / "masks" / "1.png")
+    small = Image.fromarray((mask_of(2) == 1).astype(np.uint8) * 2).convert("P")
+    small.save(data / "train" / "masks" / "2.png", bits=2)
+    exif = Image.Exif()
+    exif[274] = 6  # lies on its side in the file
+    gradient(WIDTH, HEIGHT).save(data / "train" / "images" / "0.jpg", exif=exif)
+    dataset = packed(data, tmp_path / "x")
+    found = masks(dataset)
+    np.testing.assert_array_equal(found["1"], mask_of(1))
+    np.testing.assert_array_equal(found["2"], 2 * (mask_of(2) == 1))
+    np.testing.assert_array_equal(found["0"], mask_of(0))
+    half = masks(packed(data, tmp_path / "half", max_short_side=HEIGHT // 2))
+    np.testing.assert_array_equal(half["3"], mask_of(3)[1::2, 1::2])
+    assert set(np.unique(half["1"])) <= {0, 2, 255}
+
+
+def test_bad_masks_are_named_and_the_rest_is_kept(tmp_path: Path) -> None:
+    data = write_masks(tmp_path / "data")
+    train = data / "train"
+    for number in range(10, 18):
+        write_pair(train, number)
+    odd = mask_of(10)
+    odd[40:, :16], odd[40:, 16:32] = 7, 254
+    Image.fromarray(odd).save(train / "masks" / "10.png")
+    Image.fromarray(mask_of(11)[:-1]).save(train / "masks" / "11.png")
+    Image.fromarray(np.stack([mask_of(12)] * 3, axis=-1)).save(train / "masks" / "12.png")
+    Image.fromarray(mask_of(13)).save(train / "masks" / "13.jpg")
+    (train / "masks" / "13.png").unlink()
+    whole = (train / "masks" / "14.png").read_bytes()
+    (train / "masks" / "14.png").write_bytes(whole[: len(whole) // 2])
+    (train / "masks" / "15.png").unlink()
+    (train / "images" / "16.jpg").unlink()
+    Image.fromarray(mask_of(17) > 0).save(train / "masks" / "17.png")
+    gradient(shift=3).save(train / "images" / "2.png")  # beside 2.jpg
+    write_pair(train, 18)
+    (train / "masks" / "18.tif").write_bytes(b"?")
+    write_pair(train, 19)
+    (train / "masks" / "19.png").write_bytes(b"")
+
+    dataset = packed(data, tmp_path / "x", max_bad_fraction=0.9, on_leak="warn")
+    why = {Path(path).name: reason for path, reason in rejected(dataset.path).items()}
+    assert {
+        name: reason.partition(";")[0].split(": ")[:2] for name, reason in why.items() if "can't be used" in reason
+    } == {
+        "11.jpg": ["its mask can't be used", "mask of another size"],
+        "12.jpg": ["its mask can't be used", "a PNG of RGB"],
+        "13.jpg": ["its mask can't be used", "a JPEG of L"],
+        "14.jpg": ["its mask can't be used", "damaged"],
+        "17.jpg": ["its mask can't be used", "a PNG of 1"],
+        "19.jpg": ["its mask can't be used", "empty file (train/masks/19.png)"],
+    }
+    assert {name: reason.partition(":")[0] for name, reason in why.items() if "can't be used" not in reason} == {
+        "15.jpg": "it has no mask",
+        "16.png": "a mask of an image that is not there",
+        "2.jpg": "2 images of one name, and so of one mask",
+        "2.png": "2 images of one name, and so of one mask",
+        "18.jpg": "it has several masks",
+    }
+    (line,) = dataset.file("rejected_annotations.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(line) == {
+        "path": "train/images/10.jpg",
+        "annotation": "train/masks/10.png",
+        "reason": "values that are no class, taken for void: 7 (4.2 %), 254 (4.2 %) of the pixels",
+        "kept": True,
+    }
+    found = masks(dataset)
+    assert found.keys() == {"0", "1", "3", "10"}
+    np.testing.assert_array_equal(found["10"], np.where((odd == 7) | (odd == 254), 255, odd))
+    card = dataset.file("data_card.html").read_text(encoding="utf-8")
+    assert "Something is wrong with 1 of 4" in card
+    with refuses("unusable-files", "preprocess.max_bad_fraction"):
+        packed(data, tmp_path / "many", max_bad_fraction=0.3)
+
+
+def test_an_unreadable_mask_is_named_and_read_again_later(tmp_path: Path) -> None:
+    data = write_masks(tmp_path / "data")
+    target = tmp_path / "elsewhere.png"
+    Image.fromarray(mask_of(1)).save(target)
+    (data / "train" / "masks" / "1.png").unlink()
+    (data / "train" / "masks" / "1.png").symlink_to(target)  # leads out of the folder
+    dataset = packed(data, tmp_path / "x", max_bad_fraction=0.9)
+    assert masks(dataset).keys() == {"0", "2", "3"}
+    assert {Path(path).name for path in rejected(dataset.path)} == {"1.jpg", "1.png"}
+
+
+def test_joined_parts_are_the_whole(tmp_path: Path) -> None:
+    for number in range(40):
+        write_pair(tmp_path / "data", number)
+    (tmp_path / "data" / "classes.txt").write_text("\n".join(CLASSES), encoding="utf-8")
+    noise = np.random.default_rng(0)
+    for number in range(40):  # large files make several shards
+        pixels = noise.integers(0, 256, (HEIGHT * 5, WIDTH * 5, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "data" / "images" / f"{number}.jpg", quality=98)
+        large = Image.fromarray(mask_of(number % 20)).resize((WIDTH * 5, HEIGHT * 5), Image.Resampling.NEAREST)
+        large.save(tmp_path / "data" / "masks" / f"{number}.png")
+    settings: dict[str, Any] = {"task": "segmentation", "near_duplicates": "keep", "shard_bytes": 1_000_000}
+    whole = preprocess(tmp_path / "data", tmp_path / "whole", **settings)
+    assert len(whole.manifest.splits["train"].shards) > 1
+    for part in ("1", "2"):
+        run_step(tmp_path / "data", tmp_path / part, part=f"{part}/2", **settings)
+    parts = (str(tmp_path / "1"), str(tmp_path / "2"))
+    merge(MergeConfig(parts=parts), StepLog("merge"), output=tmp_path / "joined")
+    joined = load(tmp_path / "joined", DatasetManifest, verify=ALL_FILES)
+    assert joined.digest == whole.digest
+
+
+def test_without_masks_or_names_and_with_too_few_or_many_classes(tmp_path: Path) -> None:
+    data = write_masks(tmp_path / "data")
+    (data / "classes.txt").unlink()
+    with refuses("no-class-names", "preprocess.class_names_file"):
+        packed(data, tmp_path / "x")
+    (data / "classes.txt").write_text("one\n", encoding="utf-8")
+    with refuses("too-few-classes"):
+        packed(data, tmp_path / "x")
+    (data / "classes.txt").write_text("\n".join(map(str, range(256))), encoding="utf-8")
+    with refuses("too-many-classes"):
+        packed(data, tmp_path / "x")
+    with refuses("no-masks", "data"):
+        packed(data / "train" / "images", tmp_path / "x")
+    table = tmp_path / "table.csv"
+    table.write_text("path,label\na.jpg,b\n", encoding="utf-8")
+    with refuses("no-annotations", "data"):
+        packed(table, tmp_path / "x")
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_gray_masks_of_fewer_bits_are_refused_since_their_values_are_scaled(bits: int, tmp_path: Path) -> None:
+    import struct
+    import zlib
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    rows = (b"\0" + bytes(-(-WIDTH * bits // 8))) * HEIGHT
+    header = struct.pack(">IIBBBBB", WIDTH, HEIGHT, bits, 0, 0, 0, 0)
+    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    data = write_masks(tmp_path / "data")
+    (data / "train" / "masks" / "1.png").write_bytes(png)
+    dataset = packed(data, tmp_path / "x", max_bad_fraction=0.9)
+    assert [Path(path).name for path in rejected(dataset.path)] == ["1.jpg"]
