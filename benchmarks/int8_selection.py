@@ -17,7 +17,7 @@ import torch
 from benchmarks.results import RESULTS, write_result
 from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, load
 from components.common.contracts.statistics import paired_difference
-from components.common.data.evaluation import Predictions, predict
+from components.common.data.evaluation import ClassPredictions, predict
 from components.common.data.loader import Loader
 from components.common.runtimes.openvino import OpenVINORunner
 from components.common.runtimes.runner import Runner
@@ -101,7 +101,7 @@ def _export(checkpoint: Path, dataset: Path, output: Path, options: list[str]) -
 
 def _predict(
     bundles: dict[str, Artifact[BundleManifest]], dataset: Artifact[DatasetManifest], runtime: str
-) -> dict[str, Predictions]:
+) -> dict[str, ClassPredictions]:
     first = next(iter(bundles.values()))
     files = {"fp32": first.file("fp32.onnx")} | {name: bundle.file("int8.onnx") for name, bundle in bundles.items()}
     shapes = first.manifest.shapes

@@ -308,7 +308,7 @@ class Int8Plans:
         fp32 = found.pop("fp32")
         return {
             name: {
-                "delta_points": own.difference(fp32).delta_points,
+                "delta_points": own.comparison(fp32).delta_points,
                 "agreement_pct": own.agreement_pct(fp32),
                 "within_budget": self.budget.holds(fp32, own),
             }

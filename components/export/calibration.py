@@ -52,7 +52,7 @@ class Samples:
             first, last = max(self.start - position, 0), min(end - position, len(batch.images))
             position += len(batch.images)
             if last > first:
-                own = Batch(images=batch.images[first:last], labels=batch.labels[first:last])
+                own = batch.part(slice(first, last))
                 batches += [own] if fit else []
                 if position >= end:
                     self._kept[:] = batches

@@ -22,6 +22,7 @@ from components.common.runtimes.onnx_files import read_onnx
 from components.common.runtimes.onnxruntime import new_session
 from components.common.runtimes.runner import Runner, to_numpy
 from components.common.runtimes.torch import TorchGraph
+from components.common.tasks import predictions_of
 from components.export.backends import OpenVINOBackend
 from components.export.calibration import (
     MIN_SELECTION_IMAGES,
@@ -459,6 +460,7 @@ class _Chooser:
             scales,
             self.arithmetic,
             lambda model: self.candidates.logits(model, batches()),
+            divergence=predictions_of(self.calibration.dataset.manifest.task).divergence,
             deadline=search.deadline,
             progress=lambda done, most: self.log.progress(
                 "ranking layers", done, most, search.time_left(), unit="groups at most"

@@ -17,11 +17,12 @@ import torch
 from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.records import LayerCost, Trial
 from components.common.contracts.transforms import ShapeSpec
-from components.common.data.evaluation import Predictions, predict
+from components.common.data.evaluation import predict
 from components.common.data.loader import Batch
 from components.common.process.steplog import StepLog
 from components.common.runtimes.runner import Runner
 from components.common.runtimes.torch import TorchRunner
+from components.common.tasks.predictions import Predictions
 from components.export.calibration import MIN_SELECTION_IMAGES, Samples
 from components.export.config import ExportConfig
 from components.export.placement import Graph, float_graph, node_id, quantized_reads
@@ -143,6 +144,7 @@ class Ranking:
         arithmetic: Arithmetic,
         logits: Logits,
         *,
+        divergence: Callable[[np.ndarray, np.ndarray], float],
         deadline: float,
         progress: Callable[[int, int], None],
     ) -> None:
@@ -153,11 +155,12 @@ class Ranking:
             scales: of `placement.activation_tensors(model)`.
             arithmetic: of the file that serves.
             logits: runs a model.
+            divergence: of the logits of two models, in nats.
             deadline: of the search, on the clock of time.monotonic(); half of the time until then is for the ranking.
             progress: called with the number of measurements made, and the most that are made.
         """
         self._model, self._scales, self._arithmetic, self._logits = model, scales, arithmetic, logits
-        self._deadline, self._progress = deadline, progress
+        self._divergence, self._deadline, self._progress = divergence, deadline, progress
         self._together = _layers(model, arithmetic)
         self.operators = {name: operator for name, (operator, _) in self._together.items()}
         self.costs: dict[tuple[str, ...], float] = {}
@@ -170,7 +173,7 @@ class Ranking:
         """
         now = time.monotonic()
         deadline = now + (self._deadline - now) / 2
-        expected = _log_probabilities(self._logits(self._model))  # [N, classes]
+        expected = self._logits(self._model)  # [N, classes]
         self.num_images = len(expected)
         groups: list[tuple[float, int, tuple[str, ...]]] = []  # a heap: minus the cost, place of the first node, nodes
 
@@ -207,16 +210,11 @@ class Ranking:
             if name in alone
         )
 
-    def _cost(self, names: tuple[str, ...], expected: torch.Tensor) -> float:
+    def _cost(self, names: tuple[str, ...], expected: np.ndarray) -> float:
         in_int8 = frozenset[str]().union(*(self._together[name][1] for name in names))
         exclude = self._together.keys() - in_int8
         alone = insert_qdq(self._model, self._scales, exclude=exclude, arithmetic=self._arithmetic)
-        actual = _log_probabilities(self._logits(alone))
-        return max(float((expected.exp() * (expected - actual)).sum(dim=1).mean()), 0.0)
-
-
-def _log_probabilities(logits: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(logits).double().log_softmax(dim=1)
+        return self._divergence(expected, self._logits(alone))
 
 
 def _layers(model: onnx.ModelProto, arithmetic: Arithmetic) -> dict[str, tuple[str, frozenset[str]]]:
@@ -431,7 +429,7 @@ class Selection:
         with self.measure(models, text, detail) as advance:
             for end in ends:
                 for name, own in advance(left, end - done).items():
-                    found[name] = found[name] + own if done else own
+                    found[name] = type(own).join([found[name], own]) if done else own
                 done = found[left[0]].num_images
                 left = list(keep(found))
                 if not left:
@@ -452,16 +450,16 @@ class Selection:
 
     def _remember(self, method: str, excluded: tuple[str, ...], own: Predictions) -> Trial:
         fp32 = self._fp32_on(own.num_images)
-        difference = own.difference(fp32)
+        found = own.comparison(fp32)
         self.trials.append(
             Trial(
                 method=method,
                 excluded=excluded,
                 num_images=own.num_images,
                 score_pct=own.score_pct,
-                delta_points=difference.delta_points,
-                low_points=difference.low_points,
-                high_points=difference.high_points,
+                delta_points=found.delta_points,
+                low_points=-found.drop_upper_points,
+                high_points=-found.drop_lower_points,
                 agreement_pct=own.agreement_pct(fp32),
                 within_budget=self.budget.holds(fp32, own),
                 **asdict(self.arithmetic),

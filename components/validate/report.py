@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 from markupsafe import Markup
+from PIL import Image
 from pydantic import BaseModel
 
 from components.common.contracts.digests import short
@@ -25,14 +26,14 @@ from components.common.contracts.records import (
     BenchmarkReport,
     ClassLoss,
     EngineLayer,
-    PairedComparison,
     Precision,
 )
-from components.common.contracts.statistics import SIGNIFICANCE, holm, mcnemar, paired_difference
+from components.common.contracts.statistics import SIGNIFICANCE, holm
 from components.common.contracts.verdict import judge
-from components.common.data.evaluation import Predictions
+from components.common.data.evaluation import ClassPredictions, class_name
 from components.common.data.image_files import read_images, read_listing, rgb, thumbnail
 from components.common.data.pages import data_uri, templates
+from components.common.tasks.predictions import Predictions
 from components.validate import report_text, speed_text
 from components.validate.charts import (
     confusion_picture,
@@ -60,41 +61,29 @@ from components.validate.schema import (
 )
 
 
-def compare(fp32: Predictions, own: Predictions) -> PairedComparison:
-    """Lost and gained images, the difference in score with its one-sided 95 % intervals, and McNemar's test."""
-    difference = paired_difference(fp32.right, own.right)
-    return PairedComparison.of(difference.num_images, difference.num_lost, difference.num_gained)
-
-
 def class_changes(classes: tuple[str, ...], fp32: Predictions, own: Predictions) -> tuple[ClassChange, ...]:
     """Accuracy on each class that has images, the worst change first.
 
-    p-values are corrected for as many tests as there are classes with a lost or gained image. McNemar's test takes
-    the number of these as given, and without any there is nothing to test: such a class has p = 1 in any case.
+    p-values are corrected for as many tests as there are classes on which the two differ. McNemar's test takes the
+    number of lost and gained images as given, and without any there is nothing to test: such a class has p = 1.
     """
-
-    def images_of(which: np.ndarray) -> list[int]:
-        """Number of images by class, of those that a mask leaves."""
-        return np.bincount(own.labels[which], minlength=len(classes)).tolist()
-
-    counts, right_fp32, right_own = (images_of(mask) for mask in (own.labels >= 0, fp32.right, own.right))
-    lost, gained = images_of(fp32.right & ~own.right), images_of(~fp32.right & own.right)
-    tested = [index for index in range(len(classes)) if lost[index] + gained[index]]
-    corrected = dict(zip(tested, holm([mcnemar(lost[index], gained[index])[0] for index in tested]), strict=True))
+    found = own.by_class(fp32, len(classes))
+    tested = np.flatnonzero(~np.isnan(found.p_values)).tolist()
+    corrected = dict(zip(tested, holm(found.p_values[tested].tolist()), strict=True))
     changes = [
         ClassChange(
             name=name,
-            num_images=counts[index],
-            fp32_pct=100 * (right_fp32[index] / counts[index]),
-            own_pct=100 * (right_own[index] / counts[index]),
-            delta_points=100 * ((gained[index] - lost[index]) / counts[index]),
-            num_lost=lost[index],
-            num_gained=gained[index],
+            num_images=int(found.num_images[index]),
+            fp32_pct=float(found.fp32_pct[index]),
+            own_pct=float(found.own_pct[index]),
+            delta_points=float(found.own_pct[index] - found.fp32_pct[index]),
+            num_lost=int(found.num_lost[index]),
+            num_gained=int(found.num_gained[index]),
             p_corrected=corrected.get(index, 1.0),
             significant=corrected.get(index, 1.0) < SIGNIFICANCE,
         )
         for index, name in enumerate(classes)
-        if counts[index]
+        if found.num_images[index]
     ]
     return tuple(sorted(changes, key=lambda entry: entry.delta_points))
 
@@ -167,23 +156,31 @@ def _git(*arguments: str) -> str:
 
 
 _MAX_SIDE = 160  # pixels
+_MAX_WIDE_SIDE = 640  # of several pictures side by side
 _SMALL_SIDE = 64  # images up to this size stay exact
 
 
-def read_thumbnails(data: Artifact[DatasetManifest], indices: Iterable[int]) -> dict[int, str]:
-    """Data URIs of validation images by their position in val.jsonl."""
+def read_thumbnails(
+    data: Artifact[DatasetManifest],
+    indices: Iterable[int],
+    drawn: Callable[[Image.Image, int], Image.Image] = lambda image, _: image,
+) -> dict[int, str]:
+    """Data URIs of validation images by their position in val.jsonl, or of what is drawn of an image and its place."""
     wanted = {str(entry["key"]): index for index, entry in read_listing(data.file("val.jsonl"), set(indices)).items()}
     shards = [data.file(shard) for shard in data.manifest.splits["val"].shards]
-    return {
-        wanted[key]: data_uri(thumbnail(rgb(file), max_side=_MAX_SIDE, exact_side=_SMALL_SIDE))
-        for key, file in read_images(shards, wanted)
-    }
+
+    def shown(file: bytes, index: int) -> bytes:
+        image = rgb(file)
+        picture = drawn(image, index)
+        side = _MAX_SIDE if picture is image else _MAX_WIDE_SIDE
+        return thumbnail(picture, max_side=side, exact_side=_SMALL_SIDE)
+
+    return {wanted[key]: data_uri(shown(file, wanted[key])) for key, file in read_images(shards, wanted)}
 
 
 MAX_DISAGREEMENTS = 24
 MAX_PAIRS = 20
 MAX_MATRIX_CLASSES = 200  # more could neither be read nor drawn
-NO_CLASS = "nothing (NaN)"  # in place of a class, where the logits held NaN
 
 
 def gather_report(
@@ -198,7 +195,9 @@ def gather_report(
     judged, classes = config.gate.precision, bundle.manifest.classes
     fp32, own = predictions.get("fp32"), predictions.get(judged)
     compared = (fp32, own) if fp32 is not None and own is not None else None
-    others = {name: predictions[name] for name in PRECISIONS if name in predictions and name != judged}
+    by_class = {name: one for name, one in predictions.items() if isinstance(one, ClassPredictions)}
+    others = {name: by_class[name] for name in PRECISIONS if name in by_class and name != judged}
+    known = {"fp32", judged} <= by_class.keys()
     return Report(
         created=utc_now(),
         model=Model(layers=_layers(bundle, judged), **_shared(Model, bundle.manifest)),
@@ -207,7 +206,7 @@ def gather_report(
         benchmark=benchmark,
         change=change(*compared) if compared else None,
         disagreements=_disagreements(data, *compared) if compared else (),
-        confusion=_confusion(classes, *compared, others) if compared else None,
+        confusion=_confusion(classes, by_class["fp32"], by_class[judged], others) if known else None,
         class_changes=class_changes(classes, *compared) if compared else (),
         calibration=Calibration(**bundle.manifest.calibration.model_dump(), **_shared(Calibration, bundle.manifest)),
         placement=bundle.manifest.placement,
@@ -232,37 +231,29 @@ def _layers(bundle: Artifact[BundleManifest], precision: str) -> tuple[EngineLay
 
 def change(fp32: Predictions, own: Predictions) -> PredictionChange:
     """Lost, gained and differing images, and how certain the difference in score is."""
-    differing = int((fp32.top[:, 0] != own.top[:, 0]).sum())
-    return PredictionChange(**compare(fp32, own).model_dump(), num_differing=differing)
+    return PredictionChange(**own.comparison(fp32).model_dump(), num_differing=own.num_differing(fp32))
 
 
 def _disagreements(data: Artifact[DatasetManifest], fp32: Predictions, own: Predictions) -> tuple[Disagreement, ...]:
     classes = data.manifest.classes
-    every = np.flatnonzero(fp32.top[:, 0] != own.top[:, 0])
-    # Spread over the split, which is sorted by class: the first ones would show a single class.
-    chosen = np.unique(np.linspace(0, len(every) - 1, min(len(every), MAX_DISAGREEMENTS)).round().astype(int))
-    different = every[chosen].tolist()
+    different = own.differing(fp32, MAX_DISAGREEMENTS).tolist()
     listing = read_listing(data.file("val.jsonl"), set(different))  # in the order of the evaluation loader
-    if any(listing[index]["label"] != fp32.labels[index] for index in different):
+    if isinstance(own, ClassPredictions) and any(listing[index]["label"] != own.labels[index] for index in different):
         message = f"val.jsonl of {data.path} is not in the order of its shards; run preprocess again"
         raise EngineryError(message, code="unordered-listing")
     return tuple(
         Disagreement(
             index=index,
             path=listing[index]["path"].encode(errors="backslashreplace").decode(),
-            label=classes[fp32.labels[index]],
-            fp32=_class_name(classes, int(fp32.top[index, 0])),
-            own=_class_name(classes, int(own.top[index, 0])),
+            label=fp32.described(index, classes)[0],
+            fp32=fp32.described(index, classes)[1],
+            own=own.described(index, classes)[1],
         )
         for index in different
     )
 
 
-def _class_name(classes: tuple[str, ...], index: int) -> str:
-    return classes[index] if index >= 0 else NO_CLASS
-
-
-def _pair_counts(predictions: Predictions, num_classes: int) -> Counter[tuple[int, int]]:
+def _pair_counts(predictions: ClassPredictions, num_classes: int) -> Counter[tuple[int, int]]:
     """Images by (label, prediction), which is -1 for none. No matrix: with 20,000 classes it would not fit."""
     num_answers = num_classes + 1
     codes = predictions.labels.astype(np.int64) * num_answers + predictions.top[:, 0] + 1  # [N]
@@ -272,20 +263,23 @@ def _pair_counts(predictions: Predictions, num_classes: int) -> Counter[tuple[in
 
 
 def _confusion(
-    classes: tuple[str, ...], fp32: Predictions, own: Predictions, others: Mapping[Precision, Predictions] | None = None
+    classes: tuple[str, ...],
+    fp32: ClassPredictions,
+    own: ClassPredictions,
+    others: Mapping[Precision, ClassPredictions],
 ) -> Confusion:
     counts, counts_fp32 = (_pair_counts(entry, len(classes)) for entry in (own, fp32))
     per_label = np.bincount(own.labels, minlength=len(classes)).tolist()
     wrong = sorted((pair for pair in counts if pair[0] != pair[1]), key=lambda pair: (-counts[pair], pair))
     small = len(classes) <= MAX_MATRIX_CLASSES
-    found = {name: _pair_counts(entry, len(classes)) for name, entry in (others or {}).items()} if small else {}
+    found = {name: _pair_counts(entry, len(classes)) for name, entry in others.items()} if small else {}
     return Confusion(
         matrix=_matrix(counts, len(classes)) if small else None,
         others={name: _matrix(entry, len(classes)) for name, entry in found.items()},
         pairs=tuple(
             ConfusedPair(
                 label=classes[label],
-                predicted=_class_name(classes, predicted),
+                predicted=class_name(classes, predicted),
                 num_images=counts[label, predicted],
                 num_images_fp32=counts_fp32[label, predicted],
                 share_pct=100 * counts[label, predicted] / per_label[label],

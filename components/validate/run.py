@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 
 from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import UserError
@@ -38,19 +39,19 @@ from components.common.data.baseline import (
     make_baseline,
 )
 from components.common.data.corruptions import CORRUPTIONS, Corruption
-from components.common.data.evaluation import Predictions, predict_in_parts
+from components.common.data.evaluation import ClassPredictions, predict_in_parts
 from components.common.data.image_files import near_duplicates_of_training
 from components.common.data.loader import Loader
 from components.common.process.steplog import StepLog
 from components.common.runtimes import RUNTIMES, runs_plans
 from components.common.runtimes.runner import Runner
 from components.common.runtimes.selection import RuntimeSelection, select_runtimes
+from components.common.tasks.predictions import Predictions
 from components.validate.config import ValidateConfig
 from components.validate.report import (
     REPORT_FILES,
     class_changes,
     class_losses,
-    compare,
     gather_report,
     read_thumbnails,
     write_report,
@@ -64,6 +65,12 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
     """Measure accuracy, then speed, and write the report. See the package's docstring."""
     models = load(bundle, BundleManifest, verify=(".onnx", ".plan", ".layers.json"))
     data = load(dataset, DatasetManifest, verify=ALL_FILES if config.verify else ())
+    if models.manifest.task != data.manifest.task:
+        message = (
+            f"the bundle {bundle} is of {models.manifest.task} and the dataset {dataset} of {data.manifest.task}; "
+            "name a dataset of the same task"
+        )
+        raise UserError(message, code="other-task")
     if models.manifest.classes != data.manifest.classes:
         message = f"the bundle {bundle} and the dataset {dataset} have different classes"
         raise UserError(message, code="other-classes")
@@ -74,9 +81,8 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
     corrupted = (
         predict_validation(config, selections, models, data, log, corruptions=CORRUPTIONS) if config.corruptions else {}
     )
-    labels = next(iter(predictions.values())).labels
     distinct = _distinct(data)
-    counts = np.bincount(labels)  # [classes up to the last one seen] images
+    most_frequent = next(iter(predictions.values())).chance(models.manifest.classes)
     accuracy = AccuracyReport(
         dataset_digest=data.digest,
         split_digest=data.manifest.splits["val"].digest,
@@ -87,8 +93,8 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
             for selection in selections
         ),
         num_near_duplicates=0 if distinct is None else int((~distinct).sum()),
-        most_frequent_class=models.manifest.classes[int(counts.argmax())],
-        most_frequent_pct=100 * float(counts.max() / len(labels)),
+        most_frequent_class=most_frequent[0],
+        most_frequent_pct=most_frequent[1],
     )
     benchmark = _benchmark(config, selections, models, accuracy, log)
     for selection in selections:
@@ -96,15 +102,20 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
             selection.runner.close()
     write_atomically(output / "accuracy.json", accuracy.model_dump_json(indent=1).encode())
     write_atomically(output / "benchmark.json", benchmark.model_dump_json(indent=1).encode())
-    arrays = {name: entry.top for name, entry in predictions.items()}  # [N, k] int16 or int32 each
-    arrays["labels"] = labels
+    arrays = {key or name: array for name, own in predictions.items() for key, array in own.arrays().items()}
     with (output / "predictions.npz").open("wb") as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # its stub takes no keywords
     for baseline in baselines(data, predictions):
         write_atomically(output / baseline_file(baseline.precision), baseline.model_dump_json(indent=1).encode())
     log.progress("writing the report", 0, 1)
     shown = gather_report(config, models, data, predictions, accuracy, benchmark)
-    write_report(shown, read_thumbnails(data, [entry.index for entry in shown.disagreements]), output)
+    transform = models.manifest.transform
+
+    def drawn(image: Image.Image, place: int) -> Image.Image:
+        return predictions[config.gate.precision].picture(image, transform, predictions["fp32"], place)
+
+    pictures = read_thumbnails(data, [entry.index for entry in shown.disagreements], drawn)
+    write_report(shown, pictures, output)
     report = seal(
         output,
         ReportManifest,
@@ -192,8 +203,9 @@ def baselines(data: Artifact[DatasetManifest], predictions: Mapping[str, Predict
     """
     sizes = image_sizes(data)
     for precision in PRECISIONS:
-        if precision in predictions and predictions[precision].num_undefined < predictions[precision].num_images:
-            yield make_baseline(precision, observed_values(predictions[precision], sizes))
+        own = predictions.get(precision)
+        if isinstance(own, ClassPredictions) and own.num_undefined < own.num_images:
+            yield make_baseline(precision, observed_values(own, sizes))
 
 
 def image_sizes(data: Artifact[DatasetManifest]) -> np.ndarray | None:
@@ -204,7 +216,7 @@ def image_sizes(data: Artifact[DatasetManifest]) -> np.ndarray | None:
         return np.fromiter((entry["width"] * entry["height"] for entry in map(json.loads, lines)), np.float32)
 
 
-def observed_values(own: Predictions, sizes: np.ndarray | None) -> dict[StatisticName, np.ndarray]:
+def observed_values(own: ClassPredictions, sizes: np.ndarray | None) -> dict[StatisticName, np.ndarray]:
     """Statistics of each validation image whose logits do not hold NaN, [N] each: as a server has them of requests.
 
     Args:
@@ -260,15 +272,15 @@ def _accuracy_row(
         size_bytes=selection.file.stat().st_size,
         num_images=own.num_images,
         score_pct=own.score_pct,
-        top5_pct=own.top5_pct,
-        distinct_score_pct=100 * float(own.right[distinct].mean()) if distinct is not None and distinct.any() else None,
+        score_low_pct=own.score_low_pct,
+        **own.measures(),
+        distinct_score_pct=own.select(distinct).score_pct if distinct is not None and distinct.any() else None,
         delta_points=own.score_pct - fp32.score_pct if fp32 else None,
         agreement_pct=own.agreement_pct(fp32) if fp32 else None,
-        ece_pct=own.ece_pct,
-        comparison=compare(compared, own) if compared else None,
+        comparison=own.comparison(compared) if compared else None,
         worse_classes=worse,
         largest_loss=largest,
-        num_unseen_classes=len(classes) - len(np.unique(own.labels)),
+        num_unseen_classes=own.num_unseen(len(classes)),
         corrupted=corrupted_rows(corrupted, selection.precision),
         note="; ".join(filter(None, (selection.note, _undefined_note(own)))),
     )
@@ -284,12 +296,11 @@ def corrupted_rows(predictions: Mapping[str, Predictions], precision: str) -> tu
     places = range(len(CORRUPTIONS) if precision in predictions else 0)
 
     def version(name: str, place: int) -> Predictions:
-        whole = predictions[name]
-        return Predictions(top=whole.top[place :: len(CORRUPTIONS)], labels=whole.labels[place :: len(CORRUPTIONS)])
+        return predictions[name].select(slice(place, None, len(CORRUPTIONS)))
 
     own = [version(precision, place) for place in places]
     is_compared = precision != "fp32" and "fp32" in predictions
-    pairs = [compare(version("fp32", place), own[place]) if is_compared else None for place in places]
+    pairs = [own[place].comparison(version("fp32", place)) if is_compared else None for place in places]
     corrected = holm([pair.mcnemar_p for pair in pairs if pair])
     return tuple(
         CorruptedRow(

@@ -9,6 +9,7 @@ import torchvision
 from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes.onnxruntime import OnnxRuntimeRunner
 from components.common.runtimes.torch import TorchRunner
+from components.common.tasks.predictions import class_divergence
 from components.export.calibration import collect_with_onnxruntime, collect_with_torch, compute_scale
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors
@@ -76,7 +77,15 @@ def test_ranking_is_that_of_the_cpu(files):
             onnx.save(model, folder / "ranked.onnx")
             return TorchRunner(folder / "ranked.onnx", SHAPES, device).infer(images[:8])
 
-        ranking = Ranking(proto, scales, Arithmetic(), logits, deadline=float("inf"), progress=lambda done, total: None)
+        ranking = Ranking(
+            proto,
+            scales,
+            Arithmetic(),
+            logits,
+            divergence=class_divergence,
+            deadline=float("inf"),
+            progress=lambda done, total: None,
+        )
         assert sorted(node for nodes in ranking for node in nodes) == sorted(ranking.operators)
         costs.append(ranking.costs)
     correlation = np.corrcoef([[cost[nodes] for nodes in costs[0]] for cost in costs])[0, 1]

@@ -15,7 +15,7 @@ from components.common.contracts.records import (
     PairedComparison,
     Precision,
 )
-from components.common.data.evaluation import Predictions
+from components.common.data.evaluation import ClassPredictions
 
 SIZE_BYTES = {"fp32": 108_000_000, "fp16": 48_000_000, "int8": 26_500_000}
 
@@ -62,12 +62,12 @@ def speeds(images_per_s: Mapping[Precision, float], **fields: Any) -> BenchmarkR
     return benchmark_report(*rows)
 
 
-def predictions(right: Mapping[str, list[bool]]) -> Predictions:
+def predictions(right: Mapping[str, list[bool]]) -> ClassPredictions:
     """By class, on which of its images they are right; where they are wrong they say the next class."""
     labels = np.repeat(np.arange(len(right)), [len(images) for images in right.values()])
     wrong = ~np.concatenate(list(right.values()))
     top = np.where(wrong, (labels + 1) % len(right), labels)
-    return Predictions(top=top[:, None].astype(np.int16), labels=labels.astype(np.int32))
+    return ClassPredictions(top=top[:, None].astype(np.int16), labels=labels.astype(np.int32))
 
 
 def engine_entry(precision: Precision = "int8", **fields: Any) -> EngineEntry:

@@ -413,18 +413,23 @@ class PairedComparison(Record):
     """How often a precision is right where FP32 is wrong, and how certain the difference in score is."""
 
     num_images: int
-    num_lost: int = Field(description="Images that FP32 gets right and the precision gets wrong.")
-    num_gained: int = Field(description="Images that FP32 gets wrong and the precision gets right.")
+    num_lost: int = Field(description="Images that FP32 gets right and the precision gets wrong, or less right.")
+    num_gained: int = Field(description="Images that FP32 gets wrong, or less right, and the precision gets right.")
     delta_points: float = Field(description="Score of the precision minus that of FP32, in percentage points.")
     drop_lower_points: float = Field(
         description="Lower end of the one-sided 95 % interval of the drop: the difference with the sign changed."
     )
     drop_upper_points: float = Field(
-        description="Upper end of the one-sided 95 % interval of the drop (Tango, 1998): what the gate judges."
+        description="Upper end of the one-sided 95 % interval of the drop (Tango, 1998; bootstrap, Efron, 1979): what "
+        "the gate judges."
     )
     mcnemar_p: float = Field(description="Two-sided p-value of McNemar's test on the lost and gained images.")
-    mcnemar_test: Literal["exact binomial", "chi-square"] = Field(
-        description="How it was computed: exactly for fewer than 25 lost and gained images."
+    mcnemar_test: Literal["exact binomial", "chi-square", "bootstrap"] = Field(
+        description="How it was computed: exactly for fewer than 25 lost and gained images. By the paired bootstrap "
+        "over images, as the interval, where a score is no share of images."
+    )
+    std_points: float | None = Field(
+        None, description="Standard deviation of delta_points by the bootstrap; None for a share of images."
     )
 
     @classmethod
@@ -497,6 +502,9 @@ class AccuracyRow(Record):
     size_bytes: int = 0
     num_images: int = 0
     score_pct: float | None = None
+    score_low_pct: float | None = Field(
+        None, description="Lower end of the score's one-sided 95 % interval; None for a share of images."
+    )
     top5_pct: float | None = None
     distinct_score_pct: float | None = Field(
         None, description="score_pct without near-duplicates of training images; None where the split holds none."
@@ -531,11 +539,11 @@ class AccuracyReport(Record):
     task: TaskName = "classification"
     rows: tuple[AccuracyRow, ...]
     num_near_duplicates: int = Field(0, description="Validation images with a known near-duplicate in training.")
-    most_frequent_class: str = Field("", description="The class with most validation images.")
+    most_frequent_class: str = Field("", description="The class with most validation images; empty for detection.")
     most_frequent_pct: float | None = Field(
         None,
-        description="Its share of the validation images: top-1 of a model that always answers it. None in reports up "
-        "to version 0.1.",
+        description="Score of a model that always answers it, such as its share of the validation images. None in "
+        "reports up to version 0.1.",
     )
 
     @property

@@ -1,21 +1,23 @@
 """Predictions of runners over one split: every runner sees exactly the same decoded images."""
 
-import functools
 import math
-import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+from PIL import Image
 
-from components.common.contracts.statistics import PairedDifference, drop_upper, paired_difference
+from components.common.contracts.records import PairedComparison
+from components.common.contracts.statistics import drop_upper, mcnemar, paired_difference
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.baseline import image_statistics
 from components.common.runtimes.runner import Runner, to_numpy
+from components.common.tasks import predictions_of
+from components.common.tasks.predictions import ByClass, Predictions, class_divergence
 
 if TYPE_CHECKING:  # torch and DALI, which the image of promote has not
     from components.common.data.loader import Batch
@@ -31,7 +33,7 @@ def _nothing() -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Predictions:
+class ClassPredictions:
     """The best classes of every image, in the loader's order.
 
     This is all that grows with the number of images: 2 k + 8 bytes each (18 for five classes or more), 4 k + 8 where
@@ -46,6 +48,23 @@ class Predictions:
     entropies: np.ndarray = field(default_factory=_nothing)
     # [N, 3] float32: see `image_statistics`
     image_statistics: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.float32))
+
+    @classmethod
+    def of(cls, outputs: np.ndarray, labels: np.ndarray) -> Self:
+        """See Predictions. outputs: [B, classes] logits."""
+        confidences, entropies = confidences_and_entropies(outputs)
+        return cls(
+            top=top_classes(outputs).astype(np.int16 if outputs.shape[1] <= _MAX_INT16_CLASSES else np.int32),
+            labels=labels.astype(np.int32),
+            confidences=confidences.astype(np.float32),
+            entropies=entropies.astype(np.float32),
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """See Predictions."""
+        names = [entry.name for entry in fields(cls)]
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
     @property
     def num_images(self) -> int:
@@ -87,34 +106,99 @@ class Predictions:
         bins = np.clip(np.ceil(confidences * NUM_BINS).astype(int) - 1, 0, NUM_BINS - 1)  # [N]
         return 100 * float(np.abs(np.bincount(bins, confidences - self.right)).sum()) / len(confidences)
 
-    def agreement_pct(self, other: "Predictions") -> float:
+    @property
+    def score_low_pct(self) -> None:
+        """See Predictions."""
+        return None
+
+    def measures(self) -> dict[str, float | None]:
+        """See Predictions."""
+        return {"top5_pct": self.top5_pct, "ece_pct": self.ece_pct}
+
+    def chance(self, classes: tuple[str, ...]) -> tuple[str, float]:
+        """See Predictions."""
+        counts = np.bincount(self.labels)  # [classes up to the last one seen] images
+        return classes[int(counts.argmax())], 100 * float(counts.max() / len(self.labels))
+
+    def num_unseen(self, num_classes: int) -> int:
+        """See Predictions."""
+        return num_classes - len(np.unique(self.labels))
+
+    def agreement_pct(self, other: Self) -> float:
         """Share of images on which both predict the same class, in per cent."""
-        return 100.0 * float((self.top[:, 0] == other.top[:, 0]).mean())
+        return 100.0 * (1 - self.num_differing(other) / self.num_images)
 
-    def select(self, which: "slice | np.ndarray") -> "Predictions":
+    def num_differing(self, other: Self) -> int:
+        """Images of which both predict different classes."""
+        return int((self.top[:, 0] != other.top[:, 0]).sum())
+
+    def differing(self, other: Self, most: int) -> np.ndarray:
+        """See Predictions: spread over the split, which is sorted by class, so that they show many classes."""
+        every = np.flatnonzero(self.top[:, 0] != other.top[:, 0])
+        return every[np.unique(np.linspace(0, len(every) - 1, min(len(every), most)).round().astype(int))]
+
+    def described(self, place: int, classes: tuple[str, ...]) -> tuple[str, str]:
+        """See Predictions."""
+        return classes[self.labels[place]], class_name(classes, int(self.top[place, 0]))
+
+    def picture(self, image: Image.Image, transform: TransformSpec, fp32: Self, place: int) -> Image.Image:
+        """See Predictions: the image itself."""
+        return image
+
+    def select(self, which: "slice | np.ndarray") -> Self:
         """The classes that were predicted of some images, and their labels."""
-        return Predictions(top=self.top[which], labels=self.labels[which])
+        return type(self)(top=self.top[which], labels=self.labels[which])
 
-    def difference(self, fp32: "Predictions") -> PairedDifference:
-        """The difference in top-1 to FP32 on the same images."""
-        return paired_difference(fp32.right, self.right)
+    def comparison(self, fp32: Self) -> PairedComparison:
+        """See Predictions; with McNemar's test."""
+        found = paired_difference(fp32.right, self.right)
+        return PairedComparison.of(found.num_images, found.num_lost, found.num_gained)
 
-    def drop(self, fp32: "Predictions", num_images: int) -> "Top1Drop":
+    def by_class(self, fp32: Self, num_classes: int) -> ByClass:
+        """See Predictions; with McNemar's test on each class."""
+
+        def images_of(which: np.ndarray) -> np.ndarray:
+            return np.bincount(self.labels[which], minlength=num_classes)
+
+        counts = images_of(self.labels >= 0)
+        lost, gained = images_of(fp32.right & ~self.right), images_of(~fp32.right & self.right)
+        with np.errstate(invalid="ignore"):
+            shares = [100 * (images_of(right) / counts) for right in (fp32.right, self.right)]
+        p_values = [
+            mcnemar(*pair)[0] if any(pair) else math.nan for pair in zip(lost.tolist(), gained.tolist(), strict=True)
+        ]
+        return ByClass(
+            num_images=counts,
+            fp32_pct=shares[0],
+            own_pct=shares[1],
+            num_lost=lost,
+            num_gained=gained,
+            p_values=np.array(p_values),
+        )
+
+    @staticmethod
+    def divergence(expected: np.ndarray, actual: np.ndarray) -> float:
+        """See Predictions."""
+        return class_divergence(expected, actual)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """See Predictions: [N, k] int16 or int32 classes, and the labels."""
+        return {"": self.top, "labels": self.labels}
+
+    def drop(self, fp32: Self, num_images: int) -> "Top1Drop":
         """The drop in top-1 against FP32, on so many images at best; on these where they are as many."""
-        found = self.difference(fp32)
+        found = self.comparison(fp32)
         total = max(num_images, found.num_images)
         num_lost, num_gained = _at_best(found, total)
         return Top1Drop(num_images=total, num_lost=num_lost, num_gained=num_gained)
 
-    def __add__(self, other: "Predictions") -> "Predictions":
-        """The predictions of these images, then the other's."""
-        return Predictions(
-            top=np.concatenate([self.top, other.top]),
-            labels=np.concatenate([self.labels, other.labels]),
-            confidences=np.concatenate([self.confidences, other.confidences]),
-            entropies=np.concatenate([self.entropies, other.entropies]),
-            image_statistics=np.concatenate([self.image_statistics, other.image_statistics]),
-        )
+
+NO_CLASS = "nothing (NaN)"  # in place of a class, where the logits held NaN
+
+
+def class_name(classes: tuple[str, ...], index: int) -> str:
+    """The name of a predicted class; -1 is none."""
+    return classes[index] if index >= 0 else NO_CLASS
 
 
 _Z_HOPELESS = 2.0  # standard deviations: one in 44 of the candidates that would hold is given up each time
@@ -144,7 +228,7 @@ class Top1Drop:
         return drop_upper(num_images, round(times * self.num_lost), round(times * self.num_gained))
 
 
-def _at_best(found: PairedDifference, num_images: int) -> tuple[float, float]:
+def _at_best(found: PairedComparison, num_images: int) -> tuple[float, float]:
     """Images lost and gained, of `num_images`, when the rest turns out as well as one in 44 times."""
     times = num_images / found.num_images
     differing = times * (found.num_lost + found.num_gained)
@@ -163,7 +247,7 @@ def predict(
     progress: Callable[[int, int], None],
     transform: TransformSpec | None = None,
 ) -> dict[str, Predictions]:
-    """Run every runner over the same images, decoding each once. Logits are not kept: see `Predictions` for what is.
+    """Run every runner over the same images, decoding each once. Of outputs no more is kept than `predictions_of` says.
 
     Images that the loader delivers on a GPU stay there.
 
@@ -174,16 +258,12 @@ def predict(
         progress: called with images done and images in all.
         transform: by which the images were normalized, to keep their statistics; None for not.
     """
-    top: dict[str, list[np.ndarray]] = {name: [] for name in runners}
-    sure: dict[str, list[np.ndarray]] = {name: [] for name in runners}  # [2, B] each
-    labels: list[np.ndarray] = []
+    parts: dict[str, list[Predictions]] = {name: [] for name in runners}
     statistics: list[tuple[Any, ...]] = []
     done = 0
 
-    def count(name: str, logits: np.ndarray) -> None:
-        best = top_classes(logits)
-        top[name].append(best.astype(np.int16 if logits.shape[1] <= _MAX_INT16_CLASSES else np.int32))
-        sure[name].append(np.array(confidences_and_entropies(logits), np.float32))
+    def count(name: str, kind: type[Predictions], outputs: np.ndarray, labels: np.ndarray) -> None:
+        parts[name].append(kind.of(outputs, labels))
 
     # One thread counts, in order, what the runners said of a batch, while they work on the next one.
     with ThreadPoolExecutor(1) as counter:
@@ -191,25 +271,21 @@ def predict(
         for batch in batches:
             # [B, 3, H, W] float32, normalized; on the host made contiguous once for all runners
             images = batch.images if batch.images.is_cuda else to_numpy(batch.images)
-            if transform is not None:
+            kind, labels = predictions_of(batch.task), batch.labels.cpu().numpy()
+            if transform is not None and batch.task == "classification":
                 statistics.append(image_statistics(images, transform))
             for name, runner in runners.items():
-                counted.append(counter.submit(count, name, runner.infer(images)))
+                counted.append(counter.submit(count, name, kind, runner.infer(images), labels))
                 if len(counted) > len(runners):
                     counted.popleft().result()
-            labels.append(batch.labels.cpu().numpy().astype(np.int32))
             done += len(images)
             progress(done, num_images)
         for left in counted:
             left.result()
-    shared = {"labels": np.concatenate(labels)}
+    found = {name: type(own[0]).join(own) for name, own in parts.items()}
     if statistics:  # on a GPU they come to the host now, where nothing waits for it
-        on_host = [np.stack([to_numpy(each) for each in batch], axis=1) for batch in statistics]
-        shared["image_statistics"] = np.concatenate(on_host)
-    found = {}
-    for name, parts in top.items():
-        confidences, entropies = np.concatenate(sure[name], axis=1)
-        found[name] = Predictions(top=np.concatenate(parts), confidences=confidences, entropies=entropies, **shared)
+        on_host = np.concatenate([np.stack([to_numpy(each) for each in batch], axis=1) for batch in statistics])
+        found = {name: replace(own, image_statistics=on_host) for name, own in found.items()}  # type: ignore[type-var]
     return found
 
 
@@ -256,7 +332,7 @@ def predict_in_parts(
         finally:
             stop.set()
     results = [future.result() for future in futures]
-    return {name: functools.reduce(operator.add, (result[name] for result in results)) for name in results[0]}
+    return {name: type(own).join([result[name] for result in results]) for name, own in results[0].items()}
 
 
 def top_classes(logits: np.ndarray) -> np.ndarray:

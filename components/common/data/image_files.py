@@ -10,6 +10,7 @@ from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
 from components.common.contracts.errors import UserError
 from components.common.contracts.foreign import LFS_POINTER, MAX_PIXELS
+from components.common.contracts.transforms import TransformSpec
 
 IMAGE_EXTENSIONS = ("jpg", "png", "webp", "bmp", "tif")  # of members of a shard
 # What preprocess takes into a dataset: these formats, and of TIFF only what DALI reads as Pillow does.
@@ -59,6 +60,14 @@ def rgb(data: bytes) -> Image.Image:
     """Decode an image that was checked: upright RGB, as DALI delivers it."""
     image = upright(open_image(data))
     return from_16_bit(image) if image.mode.startswith("I;16") else image.convert("RGB")
+
+
+def as_seen(image: Image.Image, transform: TransformSpec) -> Image.Image:
+    """About what a model sees of an image: resized, and its central square. For pictures only."""
+    scale = transform.resize_size / min(image.size)
+    image = image.resize([max(transform.crop_size, round(side * scale)) for side in image.size])
+    left, top = ((side - transform.crop_size) // 2 for side in image.size)
+    return image.crop((left, top, left + transform.crop_size, top + transform.crop_size))
 
 
 def thumbnail(image: Image.Image, *, max_side: int, exact_side: int) -> bytes:

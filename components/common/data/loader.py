@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,7 +33,7 @@ from components.common.contracts.transforms import Augmentation, TransformSpec
 from components.common.data.corruptions import Corruption, corrupted
 from components.common.data.dali_pipelines import decoder_options, evaluation_pipeline, training_pipeline
 from components.common.data.image_files import IMAGE_EXTENSIONS, decoder_reason
-from components.common.tasks import TASKS, load_task
+from components.common.tasks import TASKS, TaskName, load_task
 
 # On a GPU two pipelines decode by turns: while one waits for the slowest image of its batch, the other works. The
 # second one leaves out up to a batch more, so up to a step: only where an epoch has many.
@@ -240,6 +240,11 @@ class Batch:
 
     images: torch.Tensor  # [B, 3, H, W] float32, in training also float16; channels_last, normalized
     labels: torch.Tensor  # [B] int64; where mixup or cutmix is on, [B, num_classes] float32, rows of sum 1
+    task: TaskName = "classification"
+
+    def part(self, which: slice) -> "Batch":
+        """Some of the images."""
+        return replace(self, images=self.images[which], labels=self.labels[which])
 
 
 class Loader:
@@ -386,8 +391,7 @@ class Loader:
             while (batch := self._next()) is not None:
                 # DALI lets every part have as many batches as the largest, be they empty.
                 for start in range(0, len(batch.labels), self._batch_size):
-                    part = slice(start, start + self._batch_size)
-                    yield Batch(images=batch.images[part], labels=batch.labels[part])
+                    yield batch.part(slice(start, start + self._batch_size))
             return
         for _ in range(self.num_batches - self.num_delivered % self.num_batches):
             batch = self._next()
@@ -397,7 +401,7 @@ class Loader:
                 for _ in range(self._num_dropped):
                     self._next()
             self.num_delivered += 1
-            yield Batch(images=images, labels=labels)
+            yield replace(batch, images=images, labels=labels)
 
     def state(self) -> dict[str, Any]:
         """Return the state of training behind the batch that was delivered last: numbers and text only.
@@ -450,7 +454,8 @@ class Loader:
             images = self._owned.copied(images)
         # DALI reads labels on the host; images may already be on the GPU.
         labels = self._task.labels(batch["labels"]).repeat_interleave(self._num_versions)
-        return Batch(images=images, labels=labels.to(images.device, non_blocking=True))
+        labels = labels.to(images.device, non_blocking=True)
+        return Batch(images=images, labels=labels, task=self._dataset.manifest.task)
 
     def _watched(self, function: Callable[[], _Result]) -> _Result:
         try:

@@ -88,8 +88,8 @@ class VersionEvaluation:
 
     def _correct(self) -> np.ndarray | None:
         file = self.report.path / PREDICTIONS
-        if not file.is_file() or self.row is None:
-            return None
+        if not file.is_file() or self.row is None or self.report.manifest.accuracy.task != "classification":
+            return None  # no image is right or wrong
         num_images = self.row.num_images  # each with a label of up to 8 bytes and up to 5 classes
         most = {
             name: min(_MAX_ARRAY_BYTES, 8 * num_images * many) for name, many in ((self.precision, 5), ("labels", 1))

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from components.common.tasks.predictions import Predictions
     from components.common.tasks.task import Task
 
 TaskName = Literal["classification", "detection", "segmentation"]
@@ -22,20 +23,39 @@ class TaskSpec:
         score_name: Of its score for people.
         label_member: The member of a sample in the shards that holds its label.
         module: With what needs torch, in this package; empty for one called as the task.
+        predictions: The class of what is kept of outputs, "module:Class".
     """
 
     name: TaskName
     score_name: str
     label_member: str
+    predictions: str
     module: str = ""
 
 
 TASKS: dict[TaskName, TaskSpec] = {
     spec.name: spec
     for spec in (
-        TaskSpec(name="classification", score_name="top-1", label_member="cls"),
-        TaskSpec(name="detection", score_name="mAP", label_member="boxes", module="detection.task"),
-        TaskSpec(name="segmentation", score_name="mIoU", label_member="mask", module="segmentation.task"),
+        TaskSpec(
+            name="classification",
+            score_name="top-1",
+            label_member="cls",
+            predictions="components.common.data.evaluation:ClassPredictions",
+        ),
+        TaskSpec(
+            name="detection",
+            score_name="mAP",
+            label_member="boxes",
+            module="detection.task",
+            predictions="components.common.tasks.detection.predictions:BoxPredictions",
+        ),
+        TaskSpec(
+            name="segmentation",
+            score_name="mIoU",
+            label_member="mask",
+            module="segmentation.task",
+            predictions="components.common.tasks.segmentation.predictions:MaskPredictions",
+        ),
     )
 }
 
@@ -44,3 +64,16 @@ def load_task(name: TaskName) -> "Task":
     """The task's code, which needs torch."""
     task: Task = import_module(f"components.common.tasks.{TASKS[name].module or name}").TASK
     return task
+
+
+def predictions_of(name: TaskName) -> "type[Predictions]":
+    """The class of what is kept of a task's outputs; it needs numpy alone."""
+    module, _, kind = TASKS[name].predictions.partition(":")
+    found: type[Predictions] = getattr(import_module(module), kind)
+    return found
+
+
+def task_of(architecture: str) -> TaskName:
+    """The task of a network by its name: "segmentation/..." and "detection/..." say it, others classify."""
+    prefix = architecture.partition("/")[0]
+    return next((name for name in TASKS if name == prefix), "classification")

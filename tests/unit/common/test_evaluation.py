@@ -12,7 +12,7 @@ import torch
 from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.transforms import transform_for
 from components.common.data.evaluation import (
-    Predictions,
+    ClassPredictions,
     confidences_and_entropies,
     predict,
     predict_in_parts,
@@ -64,13 +64,13 @@ def test_top_classes(logits: list[float], expected: list[int]) -> None:
 
 def test_shares_are_of_all_images() -> None:
     top = np.array([[0, 1, 2, 3, 4], [1, 0, 2, 3, 4], [5, 1, 2, 3, 4], [0, 1, 2, 3, 4]], np.int32)
-    predictions = Predictions(top=top, labels=np.array([0, 0, 0, 5], np.int32))
+    predictions = ClassPredictions(top=top, labels=np.array([0, 0, 0, 5], np.int32))
     assert (predictions.num_images, predictions.score_pct, predictions.top5_pct) == (4, 25.0, 50.0)
-    other = Predictions(top=np.roll(top, 1, axis=1), labels=predictions.labels)
+    other = ClassPredictions(top=np.roll(top, 1, axis=1), labels=predictions.labels)
     assert (predictions.agreement_pct(predictions), predictions.agreement_pct(other)) == (100.0, 0.0)
     # Without a prediction an image is wrong, whatever its label.
     logits = np.array([[np.nan, np.nan], [2, 1], [1, np.nan], [np.inf, 0]], np.float32)
-    predictions = Predictions(top=top_classes(logits), labels=np.array([0, 0, 1, 0], np.int32))
+    predictions = ClassPredictions(top=top_classes(logits), labels=np.array([0, 0, 1, 0], np.int32))
     assert predictions.right.tolist() == [False, True, False, True]
     assert (predictions.num_undefined, predictions.score_pct, predictions.top5_pct) == (2, 50.0, 50.0)
 
@@ -120,7 +120,7 @@ def test_confidence_is_the_softmax_of_the_best_class() -> None:
 def test_calibration_error() -> None:
     def ece_pct(confidences: np.ndarray, right: np.ndarray) -> float | None:
         top = np.where(right, 0, 1)[:, None]
-        return Predictions(top=top, labels=np.zeros(len(right), np.int32), confidences=confidences).ece_pct
+        return ClassPredictions(top=top, labels=np.zeros(len(right), np.int32), confidences=confidences).ece_pct
 
     assert ece_pct(np.zeros(0), np.zeros(0, bool)) is None
     # Mean confidence 0.96, accuracy 0.5; and a bin of its own: 0.5 and 1.

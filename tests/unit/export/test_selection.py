@@ -15,9 +15,10 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from components.common.contracts.transforms import ShapeSpec
-from components.common.data.evaluation import Predictions, top_classes
+from components.common.data.evaluation import ClassPredictions, top_classes
 from components.common.runtimes.openvino import OpenVINORunner
 from components.common.runtimes.torch import TorchRunner
+from components.common.tasks.predictions import class_divergence
 from components.export.calibration import collect_with_onnxruntime, compute_scale
 from components.export.config import CALIBRATION_METHODS as EVERY_METHOD
 from components.export.onnx_export import export_onnx
@@ -100,6 +101,7 @@ class Search:
             self.selection.scales["max"],
             self.selection.arithmetic,
             lambda model: self.logits(model, digits[0][:64]),
+            divergence=class_divergence,
             deadline=deadline,
             progress=lambda *_: None,
         )
@@ -130,7 +132,7 @@ def passing(top, labels):
         nonlocal seen
         images = slice(seen, min(seen + num_images, len(labels)))
         seen = images.stop
-        return {name: Predictions(top=top[name][images], labels=labels[images]) for name in names}
+        return {name: ClassPredictions(top=top[name][images], labels=labels[images]) for name in names}
 
     yield advance
 
@@ -248,6 +250,7 @@ class Chain:
             scales,
             Arithmetic(),
             lambda model: np.array([[0, self.damage(self.in_int8(model)) ** 0.5]], np.float32),
+            divergence=class_divergence,
             deadline=float("inf"),
             progress=lambda *_: None,
         )
@@ -331,9 +334,9 @@ def test_a_candidate_that_can_not_hold_any_more_is_not_measured_to_the_end():
     assert num_images == {0: CHAIN_IMAGES // 8, 1: CHAIN_IMAGES // 8, 2: CHAIN_IMAGES}
 
 
-def predictions(num_right: int, num_images: int) -> Predictions:
+def predictions(num_right: int, num_images: int) -> ClassPredictions:
     top = (np.arange(num_images) >= num_right)[:, None].astype(np.int32)
-    return Predictions(top=top, labels=np.zeros(num_images, np.int32))
+    return ClassPredictions(top=top, labels=np.zeros(num_images, np.int32))
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,9 @@ from components.common.contracts.records import (
 )
 from components.common.contracts.transforms import ShapeSpec, TransformSpec
 from components.common.contracts.verdict import Thresholds, Verdict
-from components.common.data.evaluation import Predictions
+from components.common.data.evaluation import ClassPredictions
 from components.validate import report as gathering
-from components.validate.report import class_changes, class_losses, compare
+from components.validate.report import class_changes, class_losses
 from components.validate.schema import Calibration, Code, Data, Disagreement, Model, Provenance, Report, SplitSummary
 from components.validate.speed import speedup
 from tests.unit import measurements
@@ -67,7 +67,9 @@ def machine(seed: int) -> Environment:
     )
 
 
-def accuracy_row(precision: str, fp32: Predictions, own: Predictions, classes: tuple[str, ...]) -> AccuracyRow:
+def accuracy_row(
+    precision: str, fp32: ClassPredictions, own: ClassPredictions, classes: tuple[str, ...]
+) -> AccuracyRow:
     worse, largest = class_losses(class_changes(classes, fp32, own))
     return measurements.accuracy_row(
         precision,
@@ -80,7 +82,7 @@ def accuracy_row(precision: str, fp32: Predictions, own: Predictions, classes: t
         delta_points=own.score_pct - fp32.score_pct,
         agreement_pct=own.agreement_pct(fp32),
         ece_pct={"fp32": 2.4671, "fp16": 2.4783, "int8": 3.1237}[precision],
-        comparison=compare(fp32, own) if precision != "fp32" else None,
+        comparison=own.comparison(fp32) if precision != "fp32" else None,
         worse_classes=worse,
         largest_loss=largest,
     )
@@ -249,9 +251,11 @@ def make_report(num_classes: int, *, num_epochs: int = 3) -> Report:
     classes = NAMES[:num_classes]
     labels = np.repeat(np.arange(num_classes, dtype=np.int32), IMAGES_PER_CLASS)
 
-    def disturbed(top: np.ndarray, share: float) -> Predictions:
+    def disturbed(top: np.ndarray, share: float) -> ClassPredictions:
         wrong = random.random(len(top)) < share
-        return Predictions(top=np.where(wrong, (top + 1) % num_classes, top)[:, None].astype(np.int32), labels=labels)
+        return ClassPredictions(
+            top=np.where(wrong, (top + 1) % num_classes, top)[:, None].astype(np.int32), labels=labels
+        )
 
     fp32 = disturbed(labels, 0.13)
     fp16, int8 = disturbed(fp32.top[:, 0], 0.01), disturbed(fp32.top[:, 0], 0.07)

@@ -15,7 +15,7 @@ from components.common.contracts.errors import GateFailed
 from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, VerdictManifest, load, seal
 from components.common.contracts.settings import resolve
 from components.common.contracts.transforms import ShapeSpec, transform_for
-from components.common.data.evaluation import Predictions
+from components.common.data.evaluation import ClassPredictions
 from components.common.data.loader import Loader
 from components.common.process.steplog import StepLog
 from components.export.config import ExportConfig
@@ -64,9 +64,9 @@ def test_a_class_that_gets_better_is_no_loss() -> None:
 
 def test_images_without_a_prediction_are_confused_with_nothing() -> None:
     labels = np.array([0, 0, 1, 2], np.int32)
-    fp32 = Predictions(top=labels[:, None].astype(np.int16), labels=labels)
-    own = Predictions(top=np.array([[0], [-1], [-1], [1]], np.int16), labels=labels)
-    found = _confusion(("a", "b", "c"), fp32, own)
+    fp32 = ClassPredictions(top=labels[:, None].astype(np.int16), labels=labels)
+    own = ClassPredictions(top=np.array([[0], [-1], [-1], [1]], np.int16), labels=labels)
+    found = _confusion(("a", "b", "c"), fp32, own, {})
     assert found.matrix == ((1, 0, 0), (0, 0, 0), (0, 1, 0))
     pairs = [(pair.label, pair.predicted, pair.num_images) for pair in found.pairs]
     assert pairs == [("a", "nothing (NaN)", 1), ("b", "nothing (NaN)", 1), ("c", "b", 1)]

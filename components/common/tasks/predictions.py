@@ -1,0 +1,228 @@
+"""What is kept of a model's outputs over some images, by task: enough for the score and its comparison. Numpy alone."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import numpy as np
+from PIL import Image
+
+from components.common.contracts.records import PairedComparison
+from components.common.contracts.transforms import TransformSpec
+
+
+class Drop(Protocol):
+    """The drop of a score against FP32, as it may turn out at best on more images of the same kind."""
+
+    @property
+    def points(self) -> float:
+        """The drop in percentage points; negative for a gain."""
+        ...
+
+    def proved(self, num_images: int, allowed_points: float) -> float:
+        """The end of the one-sided 95 % interval of the drop on so many images, in points.
+
+        The drop itself where so few images can't prove any drop to be within `allowed_points`.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByClass:
+    """A precision beside FP32 on each class, [classes] each."""
+
+    num_images: np.ndarray  # images that show the class
+    fp32_pct: np.ndarray  # NaN for a class without images
+    own_pct: np.ndarray
+    num_lost: np.ndarray  # of these images, those on which the class is worse than with FP32
+    num_gained: np.ndarray
+    p_values: np.ndarray  # two-sided, of no difference; NaN where nothing differs
+
+
+class Predictions(Protocol):
+    """In the loader's order."""
+
+    @classmethod
+    def of(cls, outputs: np.ndarray, labels: np.ndarray) -> Self:
+        """Those of a batch. outputs: [B, ...] float, as the model gives them; labels: [B, ...], as the loader does."""
+        ...
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """The predictions of all parts, one part after the other."""
+        ...
+
+    @property
+    def num_images(self) -> int:
+        """Images predicted."""
+        ...
+
+    @property
+    def image_statistics(self) -> np.ndarray:
+        """[N, 3] float32: see `image_statistics` of the baseline; [0, 3] where they are not kept."""
+        ...
+
+    @property
+    def num_undefined(self) -> int:
+        """Images whose outputs held NaN, which counts as wrong."""
+        ...
+
+    @property
+    def score_pct(self) -> float:
+        """The task's score, 0 to 100."""
+        ...
+
+    @property
+    def score_low_pct(self) -> float | None:
+        """The lower end of its one-sided 95 % interval; None for a share of images, which has an exact test."""
+        ...
+
+    @property
+    def right(self) -> np.ndarray | None:
+        """[N] bool: whether an image is right; None where it is more or less so."""
+        ...
+
+    def measures(self) -> dict[str, float | None]:
+        """Further measures, by their field of AccuracyRow."""
+        ...
+
+    def chance(self, classes: tuple[str, ...]) -> tuple[str, float]:
+        """The class that is most frequent in the labels ("" where there is none to guess), and its score if guessed."""
+        ...
+
+    def num_unseen(self, num_classes: int) -> int:
+        """Classes that no label shows."""
+        ...
+
+    def agreement_pct(self, other: Self) -> float:
+        """Share of predictions that are equal, in per cent."""
+        ...
+
+    def num_differing(self, other: Self) -> int:
+        """Images whose predictions differ."""
+        ...
+
+    def differing(self, other: Self, most: int) -> np.ndarray:
+        """Up to so many images to look at, of those whose predictions differ: places in order."""
+        ...
+
+    def described(self, place: int, classes: tuple[str, ...]) -> tuple[str, str]:
+        """An image's label, and what was predicted, in a few words."""
+        ...
+
+    def picture(self, image: Image.Image, transform: TransformSpec, fp32: Self, place: int) -> Image.Image:
+        """An image of which predictions differ, RGB, with label and predictions where a picture can show them."""
+        ...
+
+    def select(self, which: "slice | np.ndarray") -> Self:
+        """Those of some images."""
+        ...
+
+    def comparison(self, fp32: Self) -> PairedComparison:
+        """The difference in score to FP32 on the same images."""
+        ...
+
+    def by_class(self, fp32: Self, num_classes: int) -> ByClass:
+        """The difference on each class."""
+        ...
+
+    @staticmethod
+    def divergence(expected: np.ndarray, actual: np.ndarray) -> float:
+        """How much the outputs of two models say otherwise, in nats, averaged over all that they say; 0 for equal."""
+        ...
+
+    def drop(self, fp32: Self, num_images: int) -> Drop:
+        """The drop against FP32, on so many images at best; on these where they are as many."""
+        ...
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What predictions.npz keeps, by name: "" is of these predictions alone, the rest is equal for all."""
+        ...
+
+
+def class_divergence(expected: np.ndarray, actual: np.ndarray) -> float:
+    """Kullback-Leibler divergence of the classes on axis 1, averaged over the others. [N, classes, ...] logits each."""
+    first, second = log_softmax(expected), log_softmax(actual)
+    return max(float((np.exp(first) * (first - second)).sum(axis=1).mean()), 0.0)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """[N, classes, ...] float -> the same in float64: logarithms of probabilities."""
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    found: np.ndarray = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return found
+
+
+NUM_DRAWS = 2000
+_SEED = 20
+_Z = 1.6448536269514722  # of a one-sided 95 % interval
+_MAX_WEIGHTS = 1 << 25  # at once, of 4 bytes
+
+
+def draws(num_images: int, num_draws: int = NUM_DRAWS) -> "Sequence[np.ndarray]":
+    """How often each image counts in each draw of the bootstrap (Efron, 1979), [R, N] float32, in parts of R.
+
+    The same for equal numbers of images: models that are compared are drawn together.
+    """
+    rng = np.random.default_rng(_SEED)
+    size = max(1, min(num_draws, _MAX_WEIGHTS // max(num_images, 1)))
+    shares = np.full(num_images, 1 / num_images)
+    return [
+        rng.multinomial(num_images, shares, size=min(size, num_draws - start)).astype(np.float32)
+        for start in range(0, num_draws, size)
+    ]
+
+
+def bootstrap_comparison(
+    fp32: np.ndarray, own: np.ndarray, per_image_fp32: np.ndarray, per_image_own: np.ndarray
+) -> PairedComparison:
+    """Compare two models by the paired bootstrap over images.
+
+    Args:
+        fp32: [1 + R] scores in points: of all images, then of each draw.
+        own: [1 + R], of the same draws.
+        per_image_fp32: [N] what each image adds, to count those that are worse or better.
+        per_image_own: [N]
+    """
+    differences = (own - fp32)[1:]
+    delta, std = float(own[0] - fp32[0]), float(differences.std())
+    low, high = np.quantile(differences, [0.05, 0.95]).tolist()
+    return PairedComparison(
+        num_images=len(per_image_own),
+        num_lost=int((per_image_own < per_image_fp32).sum()),
+        num_gained=int((per_image_own > per_image_fp32).sum()),
+        delta_points=delta,
+        # the image itself is in the interval, also where the draws are skewed
+        drop_lower_points=-max(high, delta),
+        drop_upper_points=-min(low, delta),
+        std_points=std,
+        mcnemar_p=p_of(delta, std),
+        mcnemar_test="bootstrap",
+    )
+
+
+def p_of(delta: float, std: float) -> float:
+    """Two-sided p-value of a difference whose standard deviation is known."""
+    return math.erfc(abs(delta) / std / math.sqrt(2)) if std > 0 else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreDrop:
+    """A drop of which the standard deviation is known, on so many images."""
+
+    num_images: int
+    points: float
+    std_points: float
+
+    @classmethod
+    def of(cls, found: PairedComparison, num_images: int) -> Self:
+        """The drop as it may turn out at best on `num_images` images, of which these are the first."""
+        total = max(num_images, found.num_images)
+        std = (found.std_points or 0.0) * math.sqrt(found.num_images / total)
+        spread = math.sqrt(max((found.std_points or 0.0) ** 2 - std**2, 0.0))  # between these and all of them
+        return cls(num_images=total, points=-found.delta_points - 2.0 * spread, std_points=std)
+
+    def proved(self, num_images: int, allowed_points: float) -> float:
+        """See Drop: a smaller drop has a smaller deviation, so that any number of images can prove one."""
+        return self.points + _Z * self.std_points * math.sqrt(self.num_images / num_images)
