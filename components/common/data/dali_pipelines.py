@@ -19,12 +19,14 @@ from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import UserError
 from components.common.contracts.records import DatasetStatistics
 from components.common.contracts.transforms import Augmentation, TransformSpec
+from components.common.data.dali_labels import Way
 from components.common.data.image_files import check_encoded, undecodable
 
 _INTERPOLATION = {"bilinear": types.DALIInterpType.INTERP_LINEAR, "bicubic": types.DALIInterpType.INTERP_CUBIC}
 _MAX_PREALLOCATION_BYTES = 4 << 30
 _ONE_BATCH = {"prefetch_queue_depth": 1, "exec_async": False, "exec_pipelined": False}  # at a time, as it is fed
 _MOST_PIXELS = 1 << 27  # decoded at once, of 3 bytes each
+_LEAST_SHARE = 0.25  # of a box that a random crop leaves: of less the object is not to be seen
 
 
 def decoder_options(
@@ -73,13 +75,30 @@ def evaluation_pipeline(
     spec: TransformSpec,
     decoder: dict[str, Any],
     corrupt: Callable[[Any], Sequence[Any]] | None = None,
+    move_label: Callable[[Any, Way], Any] | None = None,
 ) -> tuple[Any, Any]:
-    """Images [H, W, 3] float32 and their labels as `reader` (arguments of DALI's) finds them: uint8 digits.
+    """Images [H, W, 3] float32 and their labels as `reader` (arguments of DALI's) finds them, such as uint8 digits.
 
-    With `corrupt`, which makes several versions of an image of uint8 levels, these: [versions, H, W, 3].
+    With `corrupt`, which makes several versions of an image of uint8 levels, these: [versions, H, W, 3]. `move_label`
+    is for labels that lie on the image.
     """
     raw, label = fn.readers.webdataset(**reader)
-    return _evaluated(raw, spec, decoder, corrupt), label
+    images = _evaluated(raw, spec, decoder, corrupt)
+    if move_label is not None:
+        shape = fn.peek_image_shape(raw)
+        size, margins = _resized(shape, spec)
+        way = Way(
+            region=None,
+            shape=shape,
+            size=size,
+            start=tuple(map(_central_start, margins)),
+            side=spec.crop_size,
+            flip=0,
+            least_share=0.0,
+            on_gpu=decoder["device"] == "mixed",
+        )
+        label = move_label(label, way)
+    return images, label
 
 
 @pipeline_def(enable_conditionals=False)
@@ -111,25 +130,30 @@ def _transformed(
     images: Any, shape: Any, spec: TransformSpec, corrupt: Callable[[Any], Sequence[Any]] | None = None
 ) -> Any:
     """Resize, crop and normalize decoded images, of `shape` [H, W, C] on the host. Returns HWC float32."""
-    # Sizes and positions are computed here because DALI rounds both in its own way: one pixel off the transforms
-    # that published models were trained with (torchvision's Resize and CenterCrop) on most aspect ratios.
-    height, width = shape[0], shape[1]
-    shorter = math_ops.min(height, width)
-    height, width = (side * spec.resize_size // shorter for side in (height, width))
-    size = fn.cast(fn.stack(height, width), dtype=types.FLOAT)
+    size, margins = _resized(shape, spec)
     images = fn.resize(images, size=size, interp_type=_INTERPOLATION[spec.interpolation], antialias=True)
-    y, x = (_center(side - spec.crop_size) for side in (height, width))
+    # As DALI wants them: a share of the margin.
+    y, x = (fn.cast(_central_start(margin), dtype=types.FLOAT) / math_ops.max(margin, 1) for margin in margins)
     if corrupt is None:
         return _normalize(images, spec, flip=0, crop=spec.crop_size, crop_pos_y=y, crop_pos_x=x)
     images = fn.crop(images, crop=[spec.crop_size] * 2, crop_pos_y=y, crop_pos_x=x)
     return fn.stack(*(_normalize(version, spec, flip=0, crop=None) for version in corrupt(images)))
 
 
-def _center(margin: Any) -> Any:
-    """Return the start of the central window as DALI wants it: a share of the margin. Halves go to the even pixel."""
+def _resized(shape: Any, spec: TransformSpec) -> tuple[Any, tuple[Any, Any]]:
+    """Height and width after resizing, [2] float32, and what is left of both beside the central square, int64."""
+    # Sizes and positions are computed here because DALI rounds both in its own way: one pixel off the transforms
+    # that published models were trained with (torchvision's Resize and CenterCrop) on most aspect ratios.
+    height, width = shape[0], shape[1]
+    shorter = math_ops.min(height, width)
+    height, width = (side * spec.resize_size // shorter for side in (height, width))
+    return fn.cast(fn.stack(height, width), dtype=types.FLOAT), (height - spec.crop_size, width - spec.crop_size)
+
+
+def _central_start(margin: Any) -> Any:
+    """Return the start of the central window in pixels. Halves go to the even pixel."""
     odd = margin % 2
-    start = odd * (2 * ((margin + 1) // 4)) + (1 - odd) * (margin // 2)
-    return fn.cast(start, dtype=types.FLOAT) / math_ops.max(margin, 1)
+    return odd * (2 * ((margin + 1) // 4)) + (1 - odd) * (margin // 2)
 
 
 @pipeline_def(enable_conditionals=False)
@@ -140,27 +164,42 @@ def training_pipeline(
     decoder: dict[str, Any],
     size_of_batch: Callable[[int], int] | None,
     fp16: bool,
+    move_label: Callable[[Any, Way], Any] | None = None,
 ) -> tuple[Any, Any]:
-    """Images [size, size, 3] float32, augmented, and their labels as `reader` finds them: uint8 digits.
+    """Images [size, size, 3] float32, augmented, and their labels as `reader` finds them, such as uint8 digits.
 
     `size_of_batch` gives the size from the number of the batch since training began; None for always crop_size. With
-    `fp16` images are float16.
+    `fp16` images are float16. `move_label` is for labels that lie on the image.
     """
     raw, label = fn.readers.webdataset(**reader)
     ratio = augmentation.max_aspect_ratio
-    images = fn.decoders.image_random_crop(
-        raw,
-        output_type=types.RGB,
-        random_area=[augmentation.min_area, 1.0],
-        random_aspect_ratio=[1 / ratio, ratio],
-        **decoder,
-    )
+    crop = {"random_area": [augmentation.min_area, 1.0], "random_aspect_ratio": [1 / ratio, ratio]}
+    region: Any = None
+    if move_label is None:
+        images = fn.decoders.image_random_crop(raw, output_type=types.RGB, **crop, **decoder)
+    else:
+        region = fn.random_crop_generator(fn.peek_image_shape(raw), **crop)
+        pixels = {"axes": [0, 1], "normalized_anchor": False, "normalized_shape": False}
+        images = fn.decoders.image_slice(raw, *region, output_type=types.RGB, **pixels, **decoder)
     size: Any = [spec.crop_size] * 2 if size_of_batch is None else _sizes(size_of_batch)
     images = fn.resize(images, size=size, interp_type=_INTERPOLATION[spec.interpolation], antialias=True)
     if jitter := _colour_jitter(augmentation):
         images = fn.color_twist(images, **jitter)
     flip = fn.random.coin_flip(probability=augmentation.flip_probability)
-    return _normalize(images, spec, flip=flip, crop=None, fp16=fp16), label
+    images = _normalize(images, spec, flip=flip, crop=None, fp16=fp16)
+    if move_label is not None:
+        way = Way(
+            region=region,
+            shape=region[1],
+            size=types.Constant(np.array(size, np.float32)) if size_of_batch is None else size,
+            start=None,
+            side=None,
+            flip=flip,
+            least_share=_LEAST_SHARE,
+            on_gpu=decoder["device"] == "mixed",
+        )
+        label = move_label(label, way)
+    return images, label
 
 
 def _sizes(size_of_batch: Callable[[int], int]) -> Any:

@@ -31,6 +31,7 @@ from components.common.contracts.manifests import Artifact, DatasetManifest, fil
 from components.common.contracts.records import Record, Split
 from components.common.contracts.transforms import Augmentation, TransformSpec
 from components.common.data.corruptions import Corruption, corrupted
+from components.common.data.dali_labels import MOVED
 from components.common.data.dali_pipelines import decoder_options, evaluation_pipeline, training_pipeline
 from components.common.data.image_files import IMAGE_EXTENSIONS, decoder_reason
 from components.common.tasks import TASKS, TaskName, load_task
@@ -239,7 +240,12 @@ class Batch:
     """Images and labels on the loader's device."""
 
     images: torch.Tensor  # [B, 3, H, W] float32, in training also float16; channels_last, normalized
-    labels: torch.Tensor  # [B] int64; where mixup or cutmix is on, [B, num_classes] float32, rows of sum 1
+    labels: torch.Tensor
+    """[B] int64; where mixup or cutmix is on, [B, num_classes] float32, rows of sum 1.
+
+    Of segmentation [B, H, W] int64, 255 for void. Of detection [B, M, 6] float32: x1, y1, x2, y2 in pixels of the
+    images, class, 1 if ignored; rows of class -1 fill up.
+    """
     task: TaskName = "classification"
 
     def part(self, which: slice) -> "Batch":
@@ -281,7 +287,8 @@ class Loader:
 
     Raises:
         EngineryError: a shard can't be read, reading is stuck, or `state` is damaged or of another loader.
-        UserError: the training split has too few images for one batch on every process.
+        UserError: the training split has too few images for one batch on every process, or `augmentation` mixes images
+            whose labels can't be mixed.
     """
 
     def __init__(
@@ -323,8 +330,10 @@ class Loader:
         num_shards, num_pipelines = plan.num_shards, plan.num_pipelines
         self.num_images, self.num_batches, self._num_dropped = plan.num_images, plan.num_batches, plan.num_dropped
         self.num_classes = len(dataset.manifest.classes)
-        self._task = load_task(dataset.manifest.task)
-        self._owned = OwnedOutputs()
+        self._task, move_label = load_task(dataset.manifest.task), MOVED.get(dataset.manifest.task)
+        if move_label is not None and augmentation is not None:
+            _check_unmixed(augmentation, dataset.manifest.task)
+        self._owned, self._owned_labels = OwnedOutputs(), OwnedOutputs()
         self._mixer = Mixer(augmentation or Augmentation(), self.num_classes)
         self._identity = {
             "split": info.digest,
@@ -363,13 +372,15 @@ class Loader:
                 places = range(start, start + longest)  # all parts have as many batches as the longest
                 versions = partial(corrupted, corruptions=corruptions, side=spec.crop_size, seed=seed, places=places)
                 corrupt = versions if corruptions else None
-                return _evaluation_iterator(evaluation_pipeline(readers[share], spec, decoder, corrupt, **own))
+                return _evaluation_iterator(
+                    evaluation_pipeline(readers[share], spec, decoder, corrupt, move_label, **own)
+                )
             own_sizes = image_sizes[min(first_epoch, len(image_sizes) - 1) :] if image_sizes else ()
             sizes = _size_of_batch(own_sizes, plan.num_read) if own_sizes else None
             checkpoint = None if saved is None else base64.b64decode(saved.checkpoints[share])
             resume = {"enable_checkpointing": True, "checkpoint": checkpoint}
             return _training_iterator(
-                training_pipeline(readers[share], spec, augmentation, decoder, sizes, fp16, **own, **resume)
+                training_pipeline(readers[share], spec, augmentation, decoder, sizes, fp16, move_label, **own, **resume)
             )
 
         self._iterators: list[DALIGenericIterator] = []
@@ -452,8 +463,9 @@ class Loader:
         images = batch["images"].flatten(0, -4).permute(0, 3, 1, 2)  # [B, H, W, 3], or [B, versions, H, W, 3]
         if stream is not None:
             images = self._owned.copied(images)
-        # DALI reads labels on the host; images may already be on the GPU.
-        labels = self._task.labels(batch["labels"]).repeat_interleave(self._num_versions)
+        # DALI reads labels on the host; images, and masks with them, may already be on the GPU.
+        fetched = self._owned_labels.copied(batch["labels"]) if batch["labels"].is_cuda else batch["labels"]
+        labels = self._task.labels(fetched).repeat_interleave(self._num_versions, dim=0)
         labels = labels.to(images.device, non_blocking=True)
         return Batch(images=images, labels=labels, task=self._dataset.manifest.task)
 
@@ -468,6 +480,17 @@ class Loader:
                 f"cat {self._dataset.path}/{self._split}-*.tar > /dev/null",
                 code="read-timeout",
             ) from error
+
+
+def _check_unmixed(augmentation: Augmentation, task: TaskName) -> None:
+    for name in ("mixup_alpha", "cutmix_alpha"):
+        if getattr(augmentation, name):
+            raise UserError(
+                f"train.augmentation.{name} mixes classes of whole images, and labels of {task} lie on the image; set "
+                f"{name} to 0",
+                code="unmixable-labels",
+                setting=f"train.augmentation.{name}",
+            )
 
 
 def _reader(
@@ -620,10 +643,11 @@ def _first_damaged_sample(dataset: Artifact[DatasetManifest], split: str) -> str
                 for member in archive:
                     key, _, extension = member.name.partition(".")
                     content = archive.extractfile(member)
-                    if extension not in IMAGE_EXTENSIONS or content is None:
-                        continue
                     entry = entries.get(key, {"path": "unknown", "sha256": ""})
-                    if hashlib.sha256(content.read()).hexdigest() != entry["sha256"]:
+                    wanted = entry["sha256"] if extension in IMAGE_EXTENSIONS else entry.get("label_sha256")
+                    if wanted is None or content is None:
+                        continue
+                    if hashlib.sha256(content.read()).hexdigest() != wanted:
                         return (
                             f"the shard {file} is damaged: sample {member.name}, made from {entry['path']}, "
                             "is not what preprocess packed"

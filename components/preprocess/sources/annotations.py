@@ -523,16 +523,16 @@ class _Index:
 
     @staticmethod
     def _best(found: list[File], name: str, named_in: str) -> File | None:
-        """The image whose path ends as it was named; of several the one of the same split, then the nearest."""
+        """The image whose path ends as it was named; of several of the same split, nearest, in images/."""
         found = [file for file in found if f"/{file.path}".endswith(f"/{name}")] or found
         parts = named_in.split("/")[:-1]
 
-        def nearness(file: File) -> tuple[bool, int]:
+        def nearness(file: File) -> tuple[bool, int, bool]:
             own = file.path.split("/")
             shared = next(
                 (at for at, pair in enumerate(zip(own, parts, strict=False)) if pair[0] != pair[1]), len(parts)
             )
-            return split_of(file.path) == split_of(named_in), shared
+            return split_of(file.path) == split_of(named_in), shared, "images" in own[:-1]
 
         ranked = sorted(found, key=nearness, reverse=True)
         if len(ranked) > 1 and nearness(ranked[0]) == nearness(ranked[1]):

@@ -1,0 +1,290 @@
+"""Masks and boxes from the loader lie where their image's pixels lie, however it is resized, cropped and flipped."""
+
+import hashlib
+import json
+import shutil
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from components.common.contracts.manifests import Artifact, DatasetManifest, load
+from components.common.contracts.transforms import Augmentation, TransformSpec
+from components.common.data.corruptions import Corruption
+from components.common.data.loader import Batch, Loader
+from enginery.datasets.shapes import write_shapes
+from tests.conftest import Shared, preprocess
+from tests.unit.refusals import refuses
+
+Dataset = Artifact[DatasetManifest]
+NUM_CLASSES = 100
+STEPS = 2.5  # levels from one column, or row, to the next
+SIZES = [(60, 90), (90, 60), (75, 75), (97, 41), (64, 100)]  # height, width
+NUM_TRAIN, NUM_VAL = 15, 20
+TURNED = 274, 6  # EXIF: the file's top is the picture's right side
+SPECS = [(32, 32), (40, 32), (60, 60), (110, 96)]
+
+
+def plain(resize_size: int, crop_size: int) -> TransformSpec:
+    """Normalization that leaves levels in 0..255."""
+    return TransformSpec(resize_size=resize_size, crop_size=crop_size, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 1 / 255))
+
+
+def boxes_of(number: int) -> np.ndarray:
+    """[n, 6] float64: x1, y1, x2, y2, class, ignored."""
+    height, width = SIZES[number % len(SIZES)]
+    rng = np.random.default_rng(number)
+    rows = []
+    for _ in range(number % 5):  # some have none
+        x, y = rng.integers(0, width - 8), rng.integers(0, height - 8)
+        right, bottom = rng.integers(x + 2, width + 1), rng.integers(y + 2, height + 1)
+        rows.append((x, y, right, bottom, rng.integers(0, 3), rng.integers(0, 2)))
+    return np.array(rows, np.float64).reshape(-1, 6)
+
+
+def write_positions(root: Path) -> None:
+    """Images whose red says the column, green the row and blue which image it is; a mask of columns or of rows."""
+    (root / "classes.txt").parent.mkdir(parents=True, exist_ok=True)
+    (root / "classes.txt").write_text("\n".join(map(str, range(NUM_CLASSES))), encoding="utf-8")
+    for split, numbers in (("train", range(NUM_TRAIN)), ("val", range(NUM_VAL))):
+        content: dict[str, Any] = {"images": [], "annotations": []}
+        content["categories"] = [{"id": kind, "name": f"c{kind}"} for kind in range(3)]
+        for name in ("images", "masks"):
+            (root / split / name).mkdir(parents=True)
+        for number in numbers:
+            height, width = SIZES[number % len(SIZES)]
+            y, x = np.mgrid[0:height, 0:width]
+            pixels = np.stack([x * STEPS, y * STEPS, np.full_like(x, 10 * number + (split == "val"))], axis=-1)
+            image, exif = Image.fromarray(pixels.round().astype(np.uint8)), Image.Exif()
+            if number % 4 == 3:
+                image, exif[TURNED[0]] = image.transpose(Image.Transpose.ROTATE_90), TURNED[1]
+            image.save(root / split / "images" / f"{number:02d}.png", exif=exif)
+            mask = (y if number % 2 else x).astype(np.uint8)
+            mask[:3] = 255
+            Image.fromarray(mask).save(root / split / "masks" / f"{number:02d}.png")
+            content["images"].append({"id": number, "file_name": f"{number:02d}.png"})
+            for left, top, right, bottom, kind, crowd in boxes_of(number).tolist():
+                box = {"bbox": [left, top, right - left, bottom - top], "category_id": int(kind), "iscrowd": int(crowd)}
+                content["annotations"].append({"id": len(content["annotations"]), "image_id": number, **box})
+        (root / split / "annotations.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def packed(data: Path, output: Path, task: str) -> Dataset:
+    return preprocess(data, output, task=task, near_duplicates="keep", on_leak="warn")
+
+
+@pytest.fixture(scope="module")
+def positions(shared: Shared) -> dict[str, Dataset]:
+    def build(folder: Path) -> None:
+        write_positions(folder / "data")
+        for task in ("segmentation", "detection"):
+            packed(folder / "data", folder / task, task)
+
+    folder = shared("positions", build)
+    return {task: load(folder / task, DatasetManifest) for task in ("segmentation", "detection")}
+
+
+@pytest.fixture(scope="module")
+def shapes(shared: Shared) -> tuple[Path, dict[str, Dataset]]:
+    def build(folder: Path) -> None:
+        write_shapes(folder / "data", num_train=24, num_val=8, image_size=96, num_workers=1)
+        for task in ("segmentation", "detection"):
+            packed(folder / "data", folder / task, task)
+
+    folder = shared("shapes", build)
+    return folder / "data", {task: load(folder / task, DatasetManifest) for task in ("segmentation", "detection")}
+
+
+class Seen(NamedTuple):
+    """An image of `write_positions` as the loader delivers it, and where in the packed image its pixels lie."""
+
+    number: int
+    columns: np.ndarray  # [H, W] float: the column that a pixel shows
+    rows: np.ndarray
+    x: tuple[float, float]  # scale and shift from packed to delivered pixels
+    y: tuple[float, float]
+    label: np.ndarray
+
+
+def seen(batch: Batch) -> Iterator[Seen]:
+    for image, label in zip(batch.images.float().numpy(), batch.labels.numpy(), strict=True):
+        columns, rows = image[0] / STEPS, image[1] / STEPS
+        ends = []
+        for values in (columns.mean(axis=0), rows.mean(axis=1)):
+            places = np.arange(len(values)) + 0.5
+            slope, start = np.polyfit(places[3:-3], values[3:-3] + 0.5, 1)  # at the edge pixels are repeated
+            ends.append((1 / slope, -start / slope))
+        yield Seen(round(float(image[2].mean())) // 10, columns, rows, ends[0], ends[1], label)
+
+
+def check_mask(one: Seen) -> None:
+    """The value is the column, or row, of the nearest packed pixel; the first rows are void."""
+    wanted, scale = (one.rows, one.y) if one.number % 2 else (one.columns, one.x)
+    void = one.rows < 3
+    sure = np.abs(one.rows - 2.5) > 1 + 1 / one.y[0]
+    np.testing.assert_array_equal(one.label[sure] == 255, void[sure])
+    shown = sure & (one.label != 255)
+    difference = one.label[shown] - wanted[shown]
+    assert np.abs(difference).max() <= 0.5 + max(0.5, 0.5 / abs(scale[0]))  # of rounded levels, and of the mean
+    # Halved exactly, the nearest pixel is one of two, and the image shows their mean.
+    assert abs(difference.mean()) < (0.25 if abs(scale[0]) > 1 else 0.65)
+
+
+def moved(number: int, one: Seen, side: int, least_share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Boxes as they have to be, from where the pixels are: [n, 6], and [n] the share of each that is left."""
+    rows = boxes_of(number)
+    first, second = (
+        np.stack([rows[:, at] * one.x[0] + one.x[1], rows[:, at + 1] * one.y[0] + one.y[1]]) for at in (0, 2)
+    )
+    whole = np.concatenate([np.minimum(first, second), np.maximum(first, second)]).T
+    inside = whole.clip(0, side)
+    sides = (inside[:, 2:] - inside[:, :2]).clip(0)
+    shares = sides.prod(axis=1) / (whole[:, 2:] - whole[:, :2]).prod(axis=1)
+    kept = (shares > 0) & (shares >= least_share)
+    return np.concatenate([inside, rows[:, 4:]], axis=1)[kept], shares
+
+
+def check_boxes(one: Seen, least_share: float) -> int:
+    side = one.columns.shape[0]
+    wanted, shares = moved(one.number, one, side, least_share)
+    found = one.label[one.label[:, 4] >= 0]
+    assert (one.label[len(found) :] == [0, 0, 0, 0, -1, 0]).all()
+    if ((shares > 0) & (np.abs(shares - least_share) < 0.02)).any():  # on the border: what pixels tell is not exact
+        return 0
+    np.testing.assert_array_equal(found[:, 4:], wanted[:, 4:])
+    assert np.abs(found[:, :4] - wanted[:, :4]).max(initial=0) < 0.75
+    return len(found)
+
+
+@pytest.mark.parametrize(("resize_size", "crop_size"), SPECS)
+def test_evaluation_moves_labels_as_images(positions: dict[str, Dataset], resize_size: int, crop_size: int) -> None:
+    spec = plain(resize_size, crop_size)
+    for batch in (batches := list(Loader(positions["segmentation"], "val", spec, batch_size=4))):
+        assert batch.labels.shape == (len(batch.images), crop_size, crop_size)
+        assert batch.labels.dtype == torch.int64
+        for one in seen(batch):
+            check_mask(one)
+    assert sum(len(batch.labels) for batch in batches) == NUM_VAL
+    num_boxes = 0
+    for batch in Loader(positions["detection"], "val", spec, batch_size=4):
+        assert batch.labels.dtype == torch.float32
+        num_boxes += sum(check_boxes(one, 0.0) for one in seen(batch))
+    assert num_boxes > 10
+
+
+@pytest.mark.parametrize("options", [{}, {"fp16": True}, {"image_sizes": (32, 64)}, {"num_pipelines": 2}])
+def test_training_moves_labels_as_images(positions: dict[str, Dataset], options: dict[str, Any]) -> None:
+    augmentation = Augmentation(min_area=0.2, max_aspect_ratio=2.0)
+    num_boxes, flipped, sides = 0, set(), set()
+    for task in ("segmentation", "detection"):
+        loader = Loader(positions[task], "train", plain(80, 80), batch_size=5, augmentation=augmentation, **options)
+        for batch in (batch for _ in range(3) for batch in loader):
+            sides.add(batch.images.shape[-1])
+            for one in seen(batch):
+                flipped.add(one.x[0] < 0)
+                if task == "segmentation":
+                    check_mask(one)
+                else:
+                    num_boxes += check_boxes(one, 0.25)
+    assert flipped == {True, False}
+    assert num_boxes > 30
+    assert sides == set(options.get("image_sizes", (80,)))
+
+
+def test_an_interrupted_epoch_resumes_with_its_labels(positions: dict[str, Dataset]) -> None:
+    for dataset in positions.values():
+        options: dict[str, Any] = {"batch_size": 2, "augmentation": Augmentation(), "seed": 3}
+        whole = Loader(dataset, "train", plain(40, 32), **options)
+        batches = [batch for _ in range(2) for batch in whole]
+        first = Loader(dataset, "train", plain(40, 32), **options)
+        iterator = iter(first)
+        for _ in range(3):
+            next(iterator)
+        later = Loader(dataset, "train", plain(40, 32), state=first.state(), **options)
+        rest = [batch for _ in range(2) for batch in later]
+        assert len(rest) == len(batches) - 3
+        for one, other in zip(batches[3:], rest, strict=True):
+            torch.testing.assert_close(one.images, other.images, rtol=0, atol=0)
+            torch.testing.assert_close(one.labels, other.labels, rtol=0, atol=0)
+
+
+def test_each_version_of_an_image_has_its_labels(positions: dict[str, Dataset]) -> None:
+    corruptions = (Corruption(kind="brightness", strength=0.1), Corruption(kind="blur", strength=1))
+    for dataset in positions.values():
+        usual = [label for batch in Loader(dataset, "val", plain(40, 32), batch_size=4) for label in batch.labels]
+        loader = Loader(dataset, "val", plain(40, 32), batch_size=8, corruptions=corruptions)
+        labels = [label for batch in loader for label in batch.labels]
+        assert len(labels) == 2 * len(usual)
+        for place, label in enumerate(labels):
+            torch.testing.assert_close(label, usual[place // 2], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("num_shards", "batch_size"), [(3, 4), (NUM_VAL + 2, 3)])
+def test_ranks_together_have_every_label_once(positions: dict[str, Dataset], num_shards: int, batch_size: int) -> None:
+    for dataset in positions.values():
+        options: dict[str, Any] = {"batch_size": batch_size, "num_shards": num_shards}
+        loaders = [Loader(dataset, "val", plain(32, 32), shard_id=rank, **options) for rank in range(num_shards)]
+        assert sum(len(batch.labels) for loader in loaders for batch in loader) == NUM_VAL
+
+
+def test_shapes_are_delivered_as_they_were_written(shapes: tuple[Path, dict[str, Dataset]]) -> None:
+    folder, datasets = shapes
+    loader = Loader(datasets["segmentation"], "val", plain(96, 96), batch_size=8)
+    (batch,) = loader
+    names = [Path(json.loads(line)["path"]).stem for line in datasets["segmentation"].file("val.jsonl").open()]
+    for name, label in zip(names, batch.labels.numpy(), strict=True):
+        np.testing.assert_array_equal(label, np.array(Image.open(folder / "val" / "masks" / f"{name}.png")))
+    annotations = json.loads((folder / "val" / "annotations.json").read_text(encoding="utf-8"))
+    (batch,) = Loader(datasets["detection"], "val", plain(96, 96), batch_size=8)
+    for name, label in zip(names, batch.labels.numpy(), strict=True):
+        own = [each for each in annotations["annotations"] if each["image_id"] == int(name)]
+        wanted = [(x, y, x + w, y + h, each["category_id"] - 1, 0) for each in own for x, y, w, h in [each["bbox"]]]
+        np.testing.assert_allclose(label[label[:, 4] >= 0], np.reshape(wanted, (-1, 6)), atol=1e-3)
+
+
+def test_boxes_of_shapes_fit_their_masks_after_augmentation(shapes: tuple[Path, dict[str, Dataset]]) -> None:
+    """The same seed draws the same crops for both tasks: in each box the mask has its class up to all four edges."""
+    _, datasets = shapes
+    options: dict[str, Any] = {"batch_size": 8, "augmentation": Augmentation(min_area=0.3), "seed": 1}
+    both = (Loader(datasets[task], "train", plain(96, 96), **options) for task in ("segmentation", "detection"))
+    num_boxes = 0
+    for masks, boxes in zip(*both, strict=True):
+        torch.testing.assert_close(masks.images, boxes.images, rtol=0, atol=0)
+        for mask, rows in zip(masks.labels.numpy(), boxes.labels.numpy(), strict=True):
+            whole = (rows[:, :4] > 0).all(axis=1) & (rows[:, :4] < 96).all(axis=1)  # what is cut may reach its box not
+            for x1, y1, x2, y2, kind, _ in rows[whole]:
+                top, left = int(np.floor(y1)), int(np.floor(x1))
+                part = mask[top : int(np.ceil(y2)), left : int(np.ceil(x2))] == kind + 1
+                down, across = np.flatnonzero(part.any(axis=1)), np.flatnonzero(part.any(axis=0))
+                found = [left + across[0], top + down[0], left + across[-1] + 1, top + down[-1] + 1]
+                assert np.abs(np.array(found) - (x1, y1, x2, y2)).max() <= 2  # an edge pixel, of pixels enlarged to 1.8
+                num_boxes += 1
+    assert num_boxes > 15
+
+
+@pytest.mark.parametrize("name", ["mixup_alpha", "cutmix_alpha"])
+def test_images_with_masks_or_boxes_are_not_mixed(positions: dict[str, Dataset], name: str) -> None:
+    for dataset in positions.values():
+        with refuses("unmixable-labels", f"train.augmentation.{name}"):
+            Loader(dataset, "train", plain(32, 32), batch_size=2, augmentation=Augmentation(**{name: 0.2}))
+
+
+def test_a_damaged_mask_is_named(positions: dict[str, Dataset], tmp_path: Path) -> None:
+    dataset = positions["segmentation"]
+    copy = Path(shutil.copytree(dataset.path, tmp_path / "dataset"))
+    shard = copy / dataset.manifest.splits["val"].shards[0]
+    with tarfile.open(shard) as archive:
+        member = [member for member in archive if member.name.endswith(".mask")][2]
+    data = bytearray(shard.read_bytes())
+    data[member.offset_data : member.offset_data + member.size] = bytes(member.size)
+    shard.write_bytes(data)
+    with refuses("damaged-dataset") as caught:
+        list(Loader(load(copy, DatasetManifest), "val", plain(32, 32), batch_size=4))
+    assert member.name in str(caught.value)
+    entry = json.loads(dataset.file("val.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    assert len(entry["label_sha256"]) == hashlib.sha256().digest_size * 2
