@@ -29,7 +29,7 @@ def engines(
     promote: dict[str, Any] = {},  # noqa: B006
 ) -> None:
     """The chain from export on, which finds a Bundle and builds its engines only."""
-    dataset = graph.prepare(data=data, seed=seed, settings=preprocess)
+    dataset = graph.prepare(data=data, task="classification", seed=seed, settings=preprocess)
     bundle = export_engines(model=model, dataset=dataset.outputs["dataset"], settings=export)
     apply_resources(bundle.set_display_name("export"), "export")
     graph.prove_and_promote(

@@ -4,6 +4,7 @@ from typing import Any
 
 from kfp import dsl
 
+from components.common.tasks import TaskName
 from components.gate.component import gate
 from components.merge.component import merge
 from components.preprocess.component import list_parts, preprocess, preprocess_part
@@ -14,16 +15,16 @@ from enginery.cluster.resources import apply_resources
 Settings = dict[str, Any]
 
 
-def prepare(*, data: str, seed: int, settings: Settings) -> dsl.PipelineTask:
+def prepare(*, data: str, task: TaskName, seed: int, settings: Settings) -> dsl.PipelineTask:
     """Images to a dataset."""
-    return apply_resources(preprocess(data=data, seed=seed, settings=settings), "preprocess")
+    return apply_resources(preprocess(data=data, task=task, seed=seed, settings=settings), "preprocess")
 
 
-def prepare_in_parts(*, data: str, seed: int, num_parts: int, settings: Settings) -> dsl.PipelineTask:
+def prepare_in_parts(*, data: str, task: TaskName, seed: int, num_parts: int, settings: Settings) -> dsl.PipelineTask:
     """Images to a dataset that several machines pack at the same time."""
     parts = apply_resources(list_parts(num_parts=num_parts), "preprocess")
     with dsl.ParallelFor(items=parts.output, name="parts") as part:
-        packed = preprocess_part(data=data, seed=seed, part=part, settings=settings)
+        packed = preprocess_part(data=data, task=task, seed=seed, part=part, settings=settings)
         apply_resources(packed.set_display_name("preprocess"), "preprocess")
     return apply_resources(merge(parts=dsl.Collected(packed.outputs["dataset_part"])), "merge")
 

@@ -33,7 +33,7 @@ def quantize(
     promote: dict[str, Any] = {},  # noqa: B006
 ) -> None:
     """The chain from export on."""
-    dataset = graph.prepare(data=data, seed=seed, settings=preprocess)
+    dataset = graph.prepare(data=data, task="classification", seed=seed, settings=preprocess)
     bundle = export_own(
         model=model,
         dataset=dataset.outputs["dataset"],

@@ -9,18 +9,34 @@ from typing import Any
 from kfp import dsl
 from kfp.dsl.graph_component import GraphComponent
 
+from components.common.tasks import TaskName
 from components.export.component import export as export_step
 from components.train.component import train as train_step
 from enginery.cluster.resources import apply_resources
 from pipelines import graph
 
 
-def classifier(name: str, description: str, *, in_parts: bool = False) -> GraphComponent:
-    """Return the pipeline of the whole chain; `in_parts` adds the input num_parts, and as many machines pack."""
+def whole_chain(
+    name: str,
+    description: str,
+    *,
+    task: TaskName = "classification",
+    default_architecture: str = "resnet50",
+    in_parts: bool = False,
+) -> GraphComponent:
+    """Return the pipeline of the whole chain.
+
+    Args:
+        name: of the pipeline.
+        description: shown beside it.
+        task: what the images are labelled for.
+        default_architecture: a network of that task.
+        in_parts: add the input num_parts, and have as many machines pack.
+    """
 
     def chain(
         data: str,
-        architecture: str = "resnet50",
+        architecture: str = default_architecture,
         image_size: int = 224,
         epochs: int = 90,
         global_batch_size: int = 256,
@@ -41,9 +57,9 @@ def classifier(name: str, description: str, *, in_parts: bool = False) -> GraphC
     ) -> None:
         """The whole chain."""
         if in_parts:
-            dataset = graph.prepare_in_parts(data=data, seed=seed, num_parts=num_parts, settings=preprocess)
+            dataset = graph.prepare_in_parts(data=data, task=task, seed=seed, num_parts=num_parts, settings=preprocess)
         else:
-            dataset = graph.prepare(data=data, seed=seed, settings=preprocess)
+            dataset = graph.prepare(data=data, task=task, seed=seed, settings=preprocess)
         checkpoint = train_step(
             dataset=dataset.outputs["dataset"],
             architecture=architecture,
@@ -82,7 +98,7 @@ def classifier(name: str, description: str, *, in_parts: bool = False) -> GraphC
     return dsl.pipeline(name=name, description=description)(chain)
 
 
-resnet50 = classifier("resnet50", "Labelled images -> INT8 model, proved as accurate as the FP32 one.")
+resnet50 = whole_chain("resnet50", "Labelled images -> INT8 model, proved as accurate as the FP32 one.")
 
 if __name__ == "__main__":
     from enginery.cli.main import run_this

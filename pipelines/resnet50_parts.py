@@ -3,9 +3,9 @@
 enginery submit pipelines/resnet50_parts.py --data s3://BUCKET/imagenet --num-parts 16
 """
 
-from pipelines.resnet50 import classifier
+from pipelines.resnet50 import whole_chain
 
-resnet50_parts = classifier(
+resnet50_parts = whole_chain(
     "resnet50-parts",
     "Very many labelled images, packed in parts -> INT8 model, proved as accurate as the FP32 one.",
     in_parts=True,

@@ -26,6 +26,7 @@ from components.common.contracts.manifests import (
     AnalysisManifest,
     Artifact,
     BundleManifest,
+    check_task,
     load,
     prepare_directory,
     seal,
@@ -75,6 +76,7 @@ def analyze(
         UserError: a source can't be named so, or no video could be read.
         RuntimeUnavailable: nothing here runs the precision.
     """
+    check_task(f"the bundle {bundle.path}", bundle.manifest.task, "classification", "name one of a classifier")
     sources = find_videos(config.sources)
     selected = select_runtime(bundle, config.precision, config.runtime)
     if selected.runner is None:

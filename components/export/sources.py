@@ -18,12 +18,14 @@ from components.common.contracts.manifests import (
     BundleManifest,
     CheckpointManifest,
     DatasetManifest,
+    check_task,
     claims_of,
     load,
 )
 from components.common.contracts.records import TrainingRecord
 from components.common.contracts.transforms import ShapeSpec, TransformSpec, transform_for
 from components.common.runtimes.architectures import build_model, check_image_size, load_weights, read_weights
+from components.common.tasks import task_of
 from components.export.config import WEIGHT_SUFFIXES, ExportConfig
 from components.export.onnx_export import (
     OnnxClassifier,
@@ -65,6 +67,8 @@ def write_fp32_onnx(
     if model.is_dir() and (model / MANIFEST).exists():
         return _from_checkpoint(model, dataset, config, destination)
     check_file(model, config.architecture)
+    task, fix = task_of(config.architecture), "name a dataset of the model's task"
+    check_task(f"the dataset {dataset.path}", dataset.manifest.task, task, fix)
     if model.suffix.lower() == ".onnx":
         return _from_onnx(model, dataset, config, destination)
     return _from_weights(model, dataset, config, destination)
@@ -142,6 +146,8 @@ def _from_checkpoint(
 ) -> SourceModel:
     checkpoint = load(path, CheckpointManifest, verify=(".safetensors",))
     record = checkpoint.manifest
+    fix = "name a dataset of the checkpoint's task"
+    check_task(f"the dataset {dataset.path}", dataset.manifest.task, record.task, fix)
     if record.classes != dataset.manifest.classes:
         raise UserError(
             f"the checkpoint {path} was trained on other classes than the dataset has: "

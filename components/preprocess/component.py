@@ -6,11 +6,17 @@ from components.common.contracts.container_images import image_for
 
 
 @dsl.component(base_image=image_for("preprocess"), packages_to_install=[], install_kfp_package=False)
-def preprocess(data: str, seed: int, settings: dict, dataset: dsl.Output[dsl.Dataset]) -> None:  # type: ignore[type-arg]
+def preprocess(
+    data: str,
+    task: str,
+    seed: int,
+    settings: dict,  # type: ignore[type-arg]
+    dataset: dsl.Output[dsl.Dataset],
+) -> None:
     """Labelled images -> WebDataset shards with splits and statistics."""
     from components.preprocess.__main__ import STEP
 
-    STEP.execute({**settings, "data": data, "seed": seed}, output=dataset.path)
+    STEP.execute({**settings, "data": data, "task": task, "seed": seed}, output=dataset.path)
 
 
 @dsl.component(base_image=image_for("preprocess"), packages_to_install=[], install_kfp_package=False)
@@ -22,6 +28,7 @@ def list_parts(num_parts: int) -> list:  # type: ignore[type-arg]
 @dsl.component(base_image=image_for("preprocess"), packages_to_install=[], install_kfp_package=False)
 def preprocess_part(
     data: str,
+    task: str,
     seed: int,
     part: str,
     settings: dict,  # type: ignore[type-arg]
@@ -30,4 +37,4 @@ def preprocess_part(
     """Labelled images -> some of the shards."""
     from components.preprocess.__main__ import STEP
 
-    STEP.execute({**settings, "data": data, "seed": seed, "part": part}, output=dataset_part.path)
+    STEP.execute({**settings, "data": data, "task": task, "seed": seed, "part": part}, output=dataset_part.path)

@@ -16,7 +16,7 @@ import pandas as pd
 from PIL import Image
 
 from components.common.contracts.errors import EngineryError, RuntimeUnavailable, UserError
-from components.common.contracts.manifests import ALL_FILES, Artifact, BundleManifest, load
+from components.common.contracts.manifests import ALL_FILES, Artifact, BundleManifest, check_task, load
 from components.common.contracts.records import Precision
 from components.common.data.evaluation import most_likely
 from components.common.registry.trust import check_chain, read_statements
@@ -193,6 +193,7 @@ class BundleModel:
                 code="unknown-runtime",
                 setting="runtime",
             )
+        check_task("the model", bundle.manifest.task, "classification", "take the version of a classifier")
         self.classes = bundle.manifest.classes
         self.bundle_digest = bundle.digest
         self.selected: RuntimeSelection = select_runtime(bundle, precision, runtime)

@@ -18,6 +18,7 @@ from components.common.contracts.manifests import (
     Artifact,
     CheckpointManifest,
     DatasetManifest,
+    check_task,
     load,
     seal,
     write_atomically,
@@ -27,7 +28,7 @@ from components.common.contracts.transforms import TransformSpec, transform_for
 from components.common.data.loader import Loader, plan_training
 from components.common.process.partial_output import open_partial
 from components.common.process.steplog import StepLog
-from components.common.tasks import TASKS, load_task
+from components.common.tasks import TASKS, load_task, task_of
 from components.train.arithmetic import pick_precision, set_arithmetic, threads_per_process
 from components.train.batches import BatchPlan, check_sizes, plan_batches
 from components.train.checkpointing import WEIGHTS, Saved, choose_folder, parse, write_safetensors
@@ -49,6 +50,9 @@ def train(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> 
             stop_when_silent(log)
         set_arithmetic(config, world.device, world.local_world_size)
         data = load(dataset, DatasetManifest)
+        check_task(
+            config.architecture, task_of(config.architecture), data.manifest.task, "name another train.architecture"
+        )
         with process_group(world, config.collective_timeout_s):
             if outcome := broadcast(_done_before(config, data, output) if world.is_main else "", world):
                 return outcome

@@ -18,7 +18,7 @@ from matplotlib.ticker import PercentFormatter
 from PIL import Image
 
 from components.common.contracts.errors import EngineryError, UserError
-from components.common.contracts.manifests import Artifact, BundleManifest
+from components.common.contracts.manifests import Artifact, BundleManifest, check_task
 from components.common.contracts.records import Precision
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.dali_pipelines import load_image
@@ -114,6 +114,7 @@ def inspect(
         UserError: a file is no such image, or a layer is unknown.
         EngineryError: the models can't be run.
     """
+    check_task(f"the bundle {bundle.path}", bundle.manifest.task, "classification", "name one of a classifier")
     record = bundle.manifest
     inputs = [load_input(file, record.transform) for file in files]
     graphs, found, missing = _graphs(bundle, layers)

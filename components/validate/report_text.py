@@ -18,6 +18,7 @@ from components.common.contracts.records import (
 )
 from components.common.contracts.statistics import SIGNIFICANCE
 from components.common.contracts.verdict import CHECKS, deciding_images, drops_allowed, largest_batch, reaches_score
+from components.common.tasks import TaskName
 from components.validate.schema import Report
 
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -190,11 +191,11 @@ def _about_calibration(report: Report) -> str:
 
 
 _REMEDIES: dict[str, Callable[[Report, GateCheck], list[str]]] = {
-    "above_chance": lambda _, check: [
+    "above_chance": lambda report, check: [
         "Validate again: reports of this version name the most frequent class."
         if check.measured is None
-        else "Train again, and check that the model's classes are those of the data, in the same order: top-1 is "
-        "hardly above that of always answering the most frequent class."
+        else "Train again, and check that the model's classes are those of the data, in the same order: "
+        f"{report.accuracy.score_name} is hardly above that of always answering the most frequent class."
     ],
     "score_pct": _train_for_longer,
     "drop_points": _after_a_drop,
@@ -269,6 +270,9 @@ def change_sentences(report: Report) -> list[str]:
         sentences.append(
             f"Of {change.num_images:,} images FP32 alone is right on {change.num_lost:,} (lost) and "
             f"{own.upper()} alone on {change.num_gained:,} (gained)."
+            if change.std_points is None
+            else f"Of {change.num_images:,} images {own.upper()} is worse than FP32 on {change.num_lost:,} (lost) and "
+            f"better on {change.num_gained:,} (gained)."
         )
     if report.verdict.note:
         sentences.append(f"Note: {report.verdict.note}.")
@@ -297,17 +301,32 @@ def accuracy_sentences(report: Report) -> list[str]:
         f"All precisions saw the same {num_images:,} images of the validation split{where}. The drop is at most "
         "the upper end of its paired one-sided 95 % interval, which the gate judges.",
         *near,
-        "ECE is the expected calibration error over 15 bins of confidence: how far a model is surer, or less sure, "
-        "than it is right.",
+        *([_ECE] if any(row.ece_pct is not None for row in rows) else [_BOOTSTRAP]),
     ]
+
+
+_ECE = (
+    "ECE is the expected calibration error over 15 bins of confidence: how far a model is surer, or less sure, than it "
+    "is right."
+)
+_BOOTSTRAP = (
+    "Intervals are of the paired bootstrap over images: both precisions are scored on the same images, drawn again and "
+    "again. Lost and gained are the images on which a precision is worse and better than FP32."
+)
 
 
 def class_sentences(report: Report) -> list[str]:
     """Which classes each precision recognizes surely less often than FP32, or which loses most."""
     sentences = [_classes(row) for row in report.accuracy.rows if row.comparison is not None]
     sentences += _unseen_classes(report) if sentences else []
-    meaning = f"p is McNemar's, corrected for the number of classes (Holm); below {SIGNIFICANCE:g} it is significant."
+    meaning = (
+        f"p is {_test(report)}, corrected for the number of classes (Holm); below {SIGNIFICANCE:g} it is significant."
+    )
     return [*sentences, meaning] if sentences else []
+
+
+def _test(report: Report) -> str:
+    return "McNemar's" if report.change is None or report.change.std_points is None else "of the paired bootstrap"
 
 
 def _classes(row: AccuracyRow) -> str:
@@ -360,7 +379,7 @@ def corruption_sentences(report: Report) -> list[str]:
         "Each validation image was degraded at the model's input size, before normalization, after Hendrycks and "
         "Dietterich (2019): noise of this standard deviation, where white is 1; blur of this width, in pixels of an "
         "image of 224; JPEG of this quality; brightness raised by this; contrast times this. Intervals are one-sided "
-        "95 % ends of each kind, and p is McNemar's, corrected for the number of kinds (Holm); below "
+        f"95 % ends of each kind, and p is {_test(report)}, corrected for the number of kinds (Holm); below "
         f"{SIGNIFICANCE:g} it is significant."
     )
     return [*sentences, how] if sentences else []
@@ -377,13 +396,21 @@ def _is_worse(row: CorruptedRow) -> bool:
     return pair is not None and pair.num_lost > pair.num_gained and (row.p_corrected or 0.0) < SIGNIFICANCE
 
 
+_PURPOSES: dict[TaskName, str] = {
+    "classification": "Sorting images into {number} classes: {names}. Images that show none of the classes get one of "
+    "them all the same.",
+    "detection": "Finding objects of {number} classes in images, with their boxes: {names}.",
+    "segmentation": "Giving each pixel of an image one of {number} classes: {names}. Pixels that show none of the "
+    "classes get one of them all the same.",
+}
+
+
 def intended_use(report: Report) -> list[str]:
     """The model's purpose and its input."""
     model = report.model
     shapes, transform = model.shapes, model.transform
     return [
-        f"Sorting images into {len(model.classes):,} classes: {_some(model.classes)}. "
-        "Images that show none of the classes get one of them all the same.",
+        _PURPOSES[report.accuracy.task].format(number=f"{len(model.classes):,}", names=_some(model.classes)),
         f"The input, named {shapes.input_name}, is [batch, {shapes.channels}, {shapes.height}, {shapes.width}] float32 "
         f"of {shapes.min_batch} to {shapes.max_batch} images: RGB, the shorter side resized to "
         f"{transform.resize_size} px ({transform.interpolation}), its central square of {transform.crop_size} px, "
@@ -398,7 +425,8 @@ def limitations(report: Report) -> list[str]:
         points.append(f"{report.verdict.note[:1].upper()}{report.verdict.note[1:]}.")
     if report.change and report.change.num_differing:
         differing = f"{report.change.num_differing:,} of {report.change.num_images:,} images"
-        points.append(f"{own} predicts another class than FP32 on {differing}.")
+        what = "another class than" if report.accuracy.task == "classification" else "otherwise than"
+        points.append(f"{own} predicts {what} FP32 on {differing}.")
     losing = [entry for entry in report.class_changes if entry.delta_points < 0]  # the largest loss first
     surely = [entry for entry in losing if entry.significant]
     for entry in (surely or losing[:1])[:_MAX_LOSING_CLASSES]:
@@ -529,9 +557,10 @@ def selection_sentences(report: Report) -> list[str]:
     if chosen is not None:
         layers = f" with {_of(len(chosen.excluded), 'layer')} in float" if chosen.excluded else ""
         sentences.append(
-            f"Chosen: {chosen.method}{layers}, the same class as FP32 on {number(chosen.agreement_pct)} % of the "
-            f"images; {signed(chosen.delta_points)} points of {report.accuracy.score_name} against FP32, one-sided "
-            f"95 % bounds {signed(chosen.low_points)} and {signed(chosen.high_points)}; "
+            f"Chosen: {chosen.method}{layers}, the same {_AGREED[report.accuracy.task]} as FP32 on "
+            f"{number(chosen.agreement_pct)} % of the {_OVER[report.accuracy.task]}; {signed(chosen.delta_points)} "
+            f"points of {report.accuracy.score_name} against FP32, one-sided 95 % bounds {signed(chosen.low_points)} "
+            f"and {signed(chosen.high_points)}; "
             f"{'within' if chosen.within_budget else 'outside'} the budget."
         )
     sentences.append(
@@ -539,6 +568,10 @@ def selection_sentences(report: Report) -> list[str]:
         "validation images, which alone count for the verdict."
     )
     return sentences
+
+
+_AGREED: dict[TaskName, str] = {"classification": "class", "detection": "box", "segmentation": "class"}
+_OVER: dict[TaskName, str] = {"classification": "images", "detection": "objects found", "segmentation": "pixels"}
 
 
 def ranking_sentences(report: Report, max_layers: int) -> list[str]:

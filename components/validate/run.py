@@ -17,6 +17,7 @@ from components.common.contracts.manifests import (
     BundleManifest,
     DatasetManifest,
     ReportManifest,
+    check_task,
     load,
     prepare_directory,
     seal,
@@ -65,12 +66,7 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
     """Measure accuracy, then speed, and write the report. See the package's docstring."""
     models = load(bundle, BundleManifest, verify=(".onnx", ".plan", ".layers.json"))
     data = load(dataset, DatasetManifest, verify=ALL_FILES if config.verify else ())
-    if models.manifest.task != data.manifest.task:
-        message = (
-            f"the bundle {bundle} is of {models.manifest.task} and the dataset {dataset} of {data.manifest.task}; "
-            "name a dataset of the same task"
-        )
-        raise UserError(message, code="other-task")
+    check_task(f"the dataset {dataset}", data.manifest.task, models.manifest.task, "name one of the bundle's task")
     if models.manifest.classes != data.manifest.classes:
         message = f"the bundle {bundle} and the dataset {dataset} have different classes"
         raise UserError(message, code="other-classes")

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from components.common.contracts.errors import UserError, without_secrets
 from components.common.contracts.records import RENAMED
 from components.common.contracts.settings import StepConfig, load_yaml, parse_value, resolve, show_value, type_label
+from components.common.tasks import TaskName, task_of
 from components.export.config import WEIGHT_SUFFIXES, ExportConfig
 from components.gate.config import GateConfig
 from components.preprocess.config import PreprocessConfig
@@ -51,6 +52,11 @@ _OWNERS: dict[str, tuple[str, ...]] = {
     "registered_model": ("promote",),
     "seed": ("preprocess", "train"),
 }
+_FILES: dict[TaskName, str] = {
+    "classification": "pipelines/resnet50.py",
+    "detection": "pipelines/detection.py",
+    "segmentation": "pipelines/segmentation.py",
+}
 _DESCRIPTIONS = {
     "model": "Your model: .onnx, weights (.safetensors, .pt, .pth) of --architecture, a Checkpoint directory, or a "
     "Bundle directory, of which only engines are built.",
@@ -60,6 +66,7 @@ _DESCRIPTIONS = {
 _PATHS = ("data", "model")
 # The gate's thresholds are also the budget of INT8 and the verdict in the report: a pipeline passes them on.
 _FROM_GATE = (("export", "gate"), ("validate", "gate"))
+_OF_FILE = ("preprocess", "task")  # which a pipeline file decides
 # KFP's names of the types of inputs that no step's config knows.
 _TYPES: dict[str, tuple[type, str]] = {
     "String": (str, "text"),
@@ -92,6 +99,12 @@ class PipelineFile:
     def steps(self) -> list[str]:
         """The steps whose settings this pipeline takes, in the order of the chain."""
         return [step for step in STEP_CONFIGS if step in self.inputs]
+
+    @property
+    def task(self) -> TaskName:
+        """What its images are labelled for: the task of its default network."""
+        spec = self.inputs.get("architecture")
+        return task_of(str(spec.default or "") if spec else "")
 
     def owners(self, parameter: str) -> list[str]:
         """The steps of this pipeline that a plain input sets."""
@@ -176,7 +189,7 @@ def settings_help(file: PipelineFile) -> list[tuple[str, list[tuple[str, str]]]]
         rows = [
             (f"{step}.{name} ({type_label(field)})", f"{field.description}  [default: {show_value(field.default)}]")
             for name, field in STEP_CONFIGS[step].model_fields.items()
-            if step not in file.owners(name) and (step, name) not in _FROM_GATE
+            if step not in file.owners(name) and (step, name) not in (*_FROM_GATE, _OF_FILE)
         ]
         sections.append((step, rows))
     return sections
@@ -231,6 +244,13 @@ def resolve_arguments(
             plain[name] = str(Path(text).expanduser().absolute())
     arguments = _checked(file, plain, steps)
     model, architecture = (str(arguments.get(name) or "") for name in ("model", "architecture"))
+    if architecture and (task := file.task) != (found := task_of(architecture)):
+        raise UserError(
+            f"{architecture} is a network for {found}, and the pipeline {file.name} is of {task}; name another one, "
+            f"or run {_FILES[found]}",
+            code="other-task",
+            setting="--architecture",
+        )
     if model.lower().endswith(WEIGHT_SUFFIXES) and not architecture:
         text = f"{model} holds weights only: name their architecture, such as --architecture resnet50"
         raise UserError(text, code="weights-without-architecture", setting="--architecture")
@@ -251,6 +271,9 @@ def _assign(
             if (key, name) in _FROM_GATE:
                 text = f"{source}: {key} takes its thresholds from the gate; set gate.KEY instead"
                 raise UserError(text, code="set-the-gate", setting=f"{key}.{name}")
+            if (key, name) == _OF_FILE:
+                text = f"{source}: the pipeline {file.name} is of one task; run the file of the other one instead"
+                raise UserError(text, code="other-task", setting="preprocess.task")
             if key in file.owners(name):
                 plain[name] = entry  # the same thing under its longer name
             else:

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from components.common.contracts.manifests import MANIFEST, claims_of
 from components.common.contracts.settings import resolve
 from components.common.contracts.statistics import SIGNIFICANCE, chance_of
 from components.common.runtimes import RUNTIMES
+from components.common.tasks import task_of
 from components.export.config import ExportConfig
 from components.export.model_check import check_apart
 from components.gate.config import GateConfig
@@ -73,8 +74,10 @@ def check_inputs(arguments: Mapping[str, Any], *, in_containers: bool = False) -
         source = _listed(arguments, Path(scratch))
         if source is not None:
             _check_for_images(source, arguments)
-            of_class = Counter(sample.label for sample in source.splits["val"])
-            check_validation(arguments, len(source.splits["train"]) - source.num_refused, tuple(of_class.values()))
+            val = source.splits["val"]
+            most = Counter(sample.label for sample in val).most_common(1)[0][1]
+            num_train = len(source.splits["train"]) - source.num_refused
+            check_validation(arguments, num_train, num_val=len(val), num_of_class=most)
     if (model := str(arguments.get("model") or "")) and "://" not in model:
         classes = source.classes if source is not None else None
         image_size = int(arguments.get("image_size") or 224)
@@ -99,6 +102,7 @@ def _listed(arguments: Mapping[str, Any], scratch: Path) -> Source | None:
         seed=config.seed,
         class_names_file=config.class_names_file,
         scratch=scratch,
+        task=config.task,
     )
 
 
@@ -111,7 +115,8 @@ def _is_listed_soon(data: str) -> bool:
 
 def _preprocess_config(arguments: Mapping[str, Any]) -> PreprocessConfig:
     own = {name: arguments[name] for name in ("data", "seed") if name in arguments}
-    return resolve(PreprocessConfig, "preprocess", arguments["preprocess"], own)
+    task = {"task": task_of(str(arguments.get("architecture") or ""))}
+    return resolve(PreprocessConfig, "preprocess", arguments["preprocess"], own, task)
 
 
 def _check_for_images(source: Source, arguments: Mapping[str, Any]) -> None:
@@ -202,50 +207,52 @@ def _thresholds(arguments: Mapping[str, Any]) -> GateConfig:
     return resolve(GateConfig, "gate", arguments["gate"], own)
 
 
-def check_validation(arguments: Mapping[str, Any], num_train: int, class_counts: Sequence[int]) -> None:
+def check_validation(arguments: Mapping[str, Any], num_train: int, *, num_val: int, num_of_class: int) -> None:
     """Refuse data whose validation images are too few for the gate, whatever the model answers.
 
     Args:
         arguments: of the run.
         num_train: training images.
-        class_counts: validation images of each class.
+        num_val: validation images.
+        num_of_class: those of the most frequent class.
 
     Raises:
         UserError: the validation images are too few, or too many of them are of one class.
     """
     if "gate" not in arguments:
         return
-    thresholds, num_images = _thresholds(arguments), sum(class_counts)
+    thresholds = _thresholds(arguments)
     needed: float = thresholds.min_validation_images
-    why, allow = f"gate.min_validation_images is {needed:,}", f"--set gate.min_validation_images={num_images}"
-    if thresholds.confident:
+    why, allow = f"gate.min_validation_images is {needed:,}", f"--set gate.min_validation_images={num_val}"
+    is_share = task_of(str(arguments.get("architecture") or "")) == "classification"  # of images that are right
+    if thresholds.confident and is_share:
         budget = thresholds.max_drop_points
         if thresholds.min_relative_score_pct > 0:
             budget = min(budget, 100 - thresholds.min_relative_score_pct)
         proving = images_to_prove(budget)
-        if proving > max(needed, num_images):
+        if proving > max(needed, num_val):
             needed = proving
             why = f"a drop of at most {budget:g} points can't be proved by fewer, even if INT8 answers all as FP32"
             allow = "a larger --max-drop-points, or --set gate.confident=false, which judges the measured drop alone"
-    if num_images >= needed:
-        _check_chance(thresholds, class_counts)
+    if num_val >= needed:
+        if is_share:
+            _check_chance(thresholds, num_val, num_of_class)
         return
-    total = num_images + num_train
+    total = num_val + num_train
     share = math.ceil(100 * needed / total) / 100 if needed < math.inf else 1.0
     more = f"--set preprocess.val_fraction={share:g} where the data has no val/ of its own" if share <= 0.5 else ""
     least = f"at least {needed:,} are needed" if needed < math.inf else "no number is enough"
     fixes = ", ".join(filter(None, ("more images" if needed < math.inf else "", more)))
     raise UserError(
-        f"{num_images:,} of the {total:,} images validate, and {least}: {why}. "
+        f"{num_val:,} of the {total:,} images validate, and {least}: {why}. "
         f"Give {f'{fixes}, or ' if fixes else ''}{allow}",
         code="too-few-validation-images",
         setting="gate.min_validation_images",
     )
 
 
-def _check_chance(thresholds: GateConfig, class_counts: Sequence[int]) -> None:
+def _check_chance(thresholds: GateConfig, num_images: int, most: int) -> None:
     """Refuse images of which so many are of one class that always answering it can't be told from a perfect model."""
-    num_images, most = sum(class_counts), max(class_counts)
     if not thresholds.require_above_chance or chance_of(num_images, num_images, most / num_images) < SIGNIFICANCE:
         return
     raise UserError(

@@ -270,7 +270,9 @@ class _Chain:
         """Refuse a dataset that can't give the proof that the gate asks for, which could not be counted before."""
         for file in self.record.directory.glob(f"artifacts/*/preprocess/*/{MANIFEST}"):
             splits = load_manifest(file, DatasetManifest).manifest.splits
-            check_validation(self.arguments, splits["train"].num_images, splits["val"].class_counts)
+            val = splits["val"]
+            most = max(val.class_counts)
+            check_validation(self.arguments, splits["train"].num_images, num_val=val.num_images, num_of_class=most)
 
     def _failure(self, error: Exception) -> dict[str, Any]:
         """The failure of a step whose event did not arrive: what it wrote beside its output, or what is likely."""

@@ -9,7 +9,15 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from components.common.contracts.errors import EngineryError, GateFailed, UserError
-from components.common.contracts.manifests import ALL_FILES, MANIFEST, Artifact, BundleManifest, ReportManifest, load
+from components.common.contracts.manifests import (
+    ALL_FILES,
+    MANIFEST,
+    Artifact,
+    BundleManifest,
+    ReportManifest,
+    check_task,
+    load,
+)
 from components.common.contracts.records import EngineEntry, Precision
 from components.common.registry.trust import check_chain, check_folder, read_statements
 from components.common.runtimes import measured_plans
@@ -170,6 +178,7 @@ def of_chain(
 
 def _bundle_alone(folder: Path, precision: Precision | None) -> ModelSource:
     bundle = load(folder, BundleManifest, verify=ALL_FILES)
+    check_task(f"the bundle {folder}", bundle.manifest.task, "classification", "serve a classifier")
     check_chain(f"the bundle {folder}", {"bundle": bundle.digest}, read_statements(folder))
     return ModelSource(
         name=bundle.manifest.architecture,

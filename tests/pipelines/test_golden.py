@@ -15,7 +15,7 @@ from enginery.local.parameters import STEP_CONFIGS, PipelineFile, load_pipeline
 from tests.pipelines.running import CLUSTER_YAML, ROOT, compiled
 
 GOLDEN = Path(__file__).parent / "golden"
-PIPELINES = ("resnet50", "resnet50_parts", "quantize", "engines")
+PIPELINES = ("resnet50", "resnet50_parts", "segmentation", "quantize", "engines")
 
 
 def documents(text: str) -> list[dict[str, Any]]:
@@ -77,7 +77,8 @@ def test_input_defaults_are_those_of_the_steps(pipeline: PipelineFile) -> None:
         field = STEP_CONFIGS[owners[0]].model_fields[name]
         assert spec.optional == (not field.is_required()), name
         if spec.optional:
-            assert spec.default == field.default, name
+            own = name == "architecture" and pipeline.task != "classification"
+            assert own or spec.default == field.default, name
             checked += 1
     assert checked > 1
 

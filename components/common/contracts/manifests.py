@@ -393,6 +393,16 @@ def load(path: Path, manifest: type[AnyManifest], *, verify: tuple[str, ...] = (
     return artifact
 
 
+def check_task(what: str, found: TaskName, needed: TaskName, fix: str) -> None:
+    """See that two things are of the same task, or that a step knows it.
+
+    Raises:
+        UserError: `found`, the task of what the message calls `what`, is not what is needed; `fix` says what to do.
+    """
+    if found != needed:
+        raise UserError(f"{what} is of {found}, and {needed} is needed here; {fix}", code="other-task")
+
+
 MAX_MANIFEST_BYTES = 8 << 20  # tens of thousands of files; JSON may take 25 times as much in memory
 SCHEMA_VERSION = 2  # of manifests; 1 had no seal, and `migrated` reads it
 # Kind of an artifact -> the step that writes it.

@@ -1,13 +1,22 @@
 """Parts of manifests: records of measurements, engines, calibrations and data."""
 
+import math
 import re
 from collections.abc import Collection
+from statistics import NormalDist
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from components.common.contracts.environment import Environment
-from components.common.contracts.statistics import drop_lower, drop_upper, mcnemar
+from components.common.contracts.statistics import (
+    MAX_IMAGES_NEEDED,
+    SIGNIFICANCE,
+    drop_lower,
+    drop_upper,
+    images_needed,
+    mcnemar,
+)
 from components.common.tasks import TASKS, TaskName
 
 Precision = Literal["fp32", "fp16", "int8"]
@@ -447,6 +456,29 @@ class PairedComparison(Record):
             mcnemar_p=p_value,
             mcnemar_test=test,
         )
+
+    def lower_points(self, num_tests: int) -> float:
+        """Lower end of the drop's interval where so many are judged at once (Bonferroni)."""
+        if self.std_points is None:
+            return drop_lower(self.num_images, self.num_lost, self.num_gained, num_tests=num_tests)
+        return -self.delta_points - NormalDist().inv_cdf(1 - SIGNIFICANCE / num_tests) * self.std_points
+
+    def images_needed(self, budget_points: float) -> int | None:
+        """Images from which on the interval of the drop lies on one side of a budget; None for no such number."""
+        if self.std_points is None:
+            return images_needed(self.num_images, self.num_lost, self.num_gained, budget_points)
+        distance = abs(budget_points + self.delta_points)
+        times = (NormalDist().inv_cdf(1 - SIGNIFICANCE) * self.std_points / distance) ** 2 if distance else math.inf
+        needed = self.num_images * times
+        return math.ceil(needed) if needed <= MAX_IMAGES_NEEDED else None
+
+    @property
+    def counts_text(self) -> str:
+        """The images that differ, in words."""
+        of_all = f"of {self.num_images:,}"
+        if self.std_points is None:
+            return f"{self.num_lost:,} lost and {self.num_gained:,} gained {of_all}"
+        return f"worse on {self.num_lost:,} and better on {self.num_gained:,} {of_all}"
 
     @model_validator(mode="before")
     @classmethod

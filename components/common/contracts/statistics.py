@@ -15,7 +15,7 @@ SIGNIFICANCE = 0.05  # a p-value below it is no chance
 # where that is few images. Exact counting showed that so much is enough up to 1 point, and decides little else.
 _CORRECTION = 0.44
 _MIN_CHI_SQUARE = 25  # differing images from which McNemar's test takes the chi-square approximation
-_MAX_IMAGES = 10_000_000  # that `images_needed` names
+MAX_IMAGES_NEEDED = 10_000_000  # that `images_needed` names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ def images_needed(num_images: int, num_lost: int, num_gained: int, budget_points
 
     enough = 2.0 * num_images
     while is_open(enough):
-        if enough > _MAX_IMAGES:
+        if enough > MAX_IMAGES_NEEDED:
             return None
         enough *= 2
     return math.ceil(_last(is_open, enough / 2, enough, tolerance=1e-3))

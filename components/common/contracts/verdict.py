@@ -22,7 +22,7 @@ from components.common.contracts.records import (
     with_new_names,
 )
 from components.common.contracts.settings import StepConfig
-from components.common.contracts.statistics import SIGNIFICANCE, chance_of, drop_lower, images_needed
+from components.common.contracts.statistics import SIGNIFICANCE, chance_of
 
 _DIGITS = 9  # percentages carry rounding noise (100 * 0.29 < 29); a value of exactly the threshold passes
 _MANY_IMAGES = 5000  # from here on one image is at most 0.02 points
@@ -200,7 +200,7 @@ def _relative_score(check: CheckSpec, evidence: Evidence, threshold: float) -> G
     fp32_pct, own_pct = evidence.score_pct
     if fp32_pct == 0:
         return check.open(
-            threshold, f"FP32 gets no image right, so there is no {evidence.accuracy.score_name} to keep a share of"
+            threshold, f"FP32's {evidence.accuracy.score_name} is 0, so there is nothing to keep a share of"
         )
     judged = check.at_least(threshold, f"share of FP32's {evidence.accuracy.score_name}", 100 * own_pct / fp32_pct)
     return _proved(judged, evidence, drops_allowed(evidence.thresholds, fp32_pct)[-1], of="a drop of ")
@@ -235,19 +235,28 @@ def _by_interval(check: GateCheck, lower: float, upper: float, allowed: float, o
 
 
 def _above_chance(check: CheckSpec, evidence: Evidence, _: float) -> GateCheck:
-    """FP32 and the precision against a model that always answers the most frequent class: exact binomial test."""
+    """FP32 and the precision against a model that always answers the most frequent class.
+
+    By an exact binomial test, or by the interval of a score that is no share of images.
+    """
     share_pct = evidence.accuracy.most_frequent_pct
     if share_pct is None:
         return check.open(0.0, "the most frequent class is not named in this report, validate again")
     row = min(evidence.accuracy.row("fp32"), evidence.own, key=lambda row: row.score_pct or 0.0)
     score = row.score_pct or 0.0
-    always = f"{share_pct:.2f} % of always answering {evidence.accuracy.most_frequent_class!r}, the most frequent class"
+    class_name = evidence.accuracy.most_frequent_class
+    guess = f"always answering {class_name!r}, the most frequent class" if class_name else "finding nothing"
+    always = f"{share_pct:.2f} % of {guess}"
     text = f"{evidence.accuracy.score_name} of {row.precision.upper()} {_text(score, round(share_pct, _DIGITS))}"
-    p_value = chance_of(round(score / 100 * row.num_images), row.num_images, share_pct / 100)
-    if p_value < SIGNIFICANCE:
+    if row.score_low_pct is None:
+        p_value = chance_of(round(score / 100 * row.num_images), row.num_images, share_pct / 100)
+        is_above, doubt = p_value < SIGNIFICANCE, f"p = {p_value:.2g}"
+    else:
+        is_above, doubt = row.score_low_pct > share_pct, f"at least {row.score_low_pct:.2f} % with 95 % confidence"
+    if is_above:
         return check.found("pass", share_pct, f"{text}, above the {always}", score)
     if round(score, _DIGITS) > share_pct:
-        return check.open(share_pct, f"{text} may be above the {always}, by chance: p = {p_value:.2g}", score)
+        return check.open(share_pct, f"{text} may be above the {always}, by chance: {doubt}", score)
     text = f"{text} is not above the {always}: the model has learned nothing, or its classes are in another order"
     return check.found("fail", share_pct, text, score)
 
@@ -295,7 +304,7 @@ def _corrupted(check: CheckSpec, evidence: Evidence, allowed: float) -> GateChec
     if not evidence.thresholds.confident:
         return judged
     pairs = [row.comparison for row in own.corrupted if row.comparison]
-    lower = max(drop_lower(p.num_images, p.num_lost, p.num_gained, num_tests=len(pairs)) for p in pairs)
+    lower = max(pair.lower_points(len(pairs)) for pair in pairs)
     return _by_interval(judged, lower, max(pair.drop_upper_points for pair in pairs), allowed)
 
 
@@ -541,7 +550,7 @@ def deciding_images(thresholds: Thresholds, accuracy: AccuracyReport, own: Accur
     compared, allowed = own.comparison, _least_open(thresholds, accuracy, own)
     if compared is None or allowed is None:
         return None
-    needed = images_needed(compared.num_images, compared.num_lost, compared.num_gained, allowed)
+    needed = compared.images_needed(allowed)
     if needed is None:
         return None
     unit = 10 ** max(0, len(str(needed)) - 2)
@@ -563,10 +572,9 @@ def _deciding_text(evidence: Evidence) -> str:
     compared, allowed = evidence.own.comparison, _least_open(*scope)
     if compared is None or allowed is None:
         return ""
-    lost, gained = compared.num_lost, compared.num_gained
-    seen = f"{lost:,} lost and {gained:,} gained of {compared.num_images:,}"
+    seen = compared.counts_text
     if needed := deciding_images(*scope):
         return f"about {needed:,} validation images would tell ({seen})"
-    if allowed <= 0 or lost <= gained:
+    if allowed <= 0 or compared.delta_points >= 0:
         return f"no number of images proves a drop of at most {allowed:g} points ({seen})"
     return f"more images hardly tell, since the drop seen is as large as what is allowed ({seen})"

@@ -11,6 +11,7 @@ from torch import nn
 
 from components.common.contracts.errors import UserError, shortened
 from components.common.contracts.foreign import refuse_lfs_pointer
+from components.common.tasks import networks_of, task_of
 
 _MAX_PROBLEMS = 3  # that are shown of weights that don't fit
 _USUAL_SIZES = (224, 256, 288, 320)  # of images, in pixels
@@ -24,15 +25,25 @@ def known_architectures() -> list[str]:
 
 
 def build_model(architecture: str, num_classes: int) -> nn.Module:
-    """A classifier with fresh weights and `num_classes` outputs.
+    """A network with fresh weights and `num_classes` outputs.
 
     Args:
-        architecture: a torchvision name such as "resnet50", or "timm/" and a timm name.
+        architecture: a torchvision name such as "resnet50", or "timm/" and a timm name; for another task than
+            classification its name and one of its networks, such as "segmentation/fpn_small".
         num_classes: outputs of the last layer.
 
     Raises:
         UserError: no such model.
     """
+    if (task := task_of(architecture)) != "classification":
+        own = networks_of(task)
+        if (name := architecture.removeprefix(f"{task}/")) not in own:
+            raise UserError(
+                f"no network {architecture!r}; take one of {', '.join(f'{task}/{each}' for each in own)}",
+                code="unknown-architecture",
+                setting="architecture",
+            )
+        return own[name](num_classes)
     if architecture.startswith("timm/"):
         import timm
 

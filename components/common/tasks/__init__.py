@@ -8,6 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
     from components.common.tasks.predictions import Predictions
     from components.common.tasks.task import Task
 
@@ -70,6 +74,13 @@ def predictions_of(name: TaskName) -> "type[Predictions]":
     """The class of what is kept of a task's outputs; it needs numpy alone."""
     module, _, kind = TASKS[name].predictions.partition(":")
     found: type[Predictions] = getattr(import_module(module), kind)
+    return found
+
+
+def networks_of(name: TaskName) -> "dict[str, Callable[[int], nn.Module]]":
+    """A task's own networks by name, from the number of classes to one with fresh weights; not of classification."""
+    found: dict[str, Callable[[int], nn.Module]]
+    found = import_module(f"components.common.tasks.{name}.networks").ARCHITECTURES
     return found
 
 

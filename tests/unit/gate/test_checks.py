@@ -19,7 +19,15 @@ from components.common.contracts.records import (
 )
 from components.common.contracts.statistics import drop_upper
 from components.common.contracts.verdict import CHECKS, Thresholds, deciding_images, recommend, run_checks, verdict_note
-from tests.unit.measurements import accuracy_report, accuracy_row, benchmark_report, benchmark_row, compared_row, speeds
+from tests.unit.measurements import (
+    accuracy_report,
+    accuracy_row,
+    benchmark_report,
+    benchmark_row,
+    compared_row,
+    scored_row,
+    speeds,
+)
 
 GPU = {"fp32": 1000.0, "fp16": 3000.0, "int8": 4000.0}
 OPEN = "not enough evidence"
@@ -89,6 +97,35 @@ def test_a_drop_is_proved_or_open(
     found = check("drop_points", accuracy, max_drop_points=allowed)
     assert (found.verdict, found.measured) == (verdict, pytest.approx(100 * (lost - gained) / num_images))
     assert said in found.explanation
+
+
+@pytest.mark.parametrize(
+    ("drop", "std", "allowed", "verdict", "said"),
+    [
+        (0.2, 0.1, 0.5, "pass", "mIoU drop 0.20, allowed 0.5 points; with 95 % confidence at most 0.36 points"),
+        (0.0, 0.0, 0.5, "pass", "with 95 % confidence at most 0.00 points"),
+        (1.0, 0.2, 0.5, "fail", "with 95 % confidence at least 0.67 points"),
+        # (1.645 * 0.4 / 0.3)^2 = 4.8 times as many
+        (0.2, 0.4, 0.5, OPEN, f"about 2,000 {WOULD_TELL} (worse on 90 and better on 70 of 400)"),
+        (0.5, 0.4, 0.5, OPEN, "more images hardly tell"),
+    ],
+)
+def test_a_drop_of_a_score_that_is_no_share_of_images(
+    drop: float, std: float, allowed: float, verdict: str, said: str
+) -> None:
+    accuracy = accuracy_report(scored_row(drop, std), task="segmentation")
+    found = check("drop_points", accuracy, max_drop_points=allowed)
+    assert found.verdict == verdict
+    assert said in found.explanation
+
+
+@pytest.mark.parametrize(("low", "verdict"), [(12.0, "pass"), (9.0, OPEN)])
+def test_a_score_that_is_no_share_is_above_chance_by_its_interval(low: float, verdict: str) -> None:
+    fp32 = accuracy_row("fp32", 20.0, score_low_pct=15.0)
+    accuracy = accuracy_report(fp32, accuracy_row("int8", 14.0, score_low_pct=low), task="segmentation")
+    found = check("above_chance", accuracy)
+    assert found.verdict == verdict
+    assert "always answering 'ant'" in found.explanation
 
 
 @pytest.mark.parametrize(("share_pct", "verdict"), [(95.9, "pass"), (96.5, OPEN), (98.0, "fail")])

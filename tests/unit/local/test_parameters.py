@@ -206,7 +206,8 @@ def test_help_lists_every_input_and_every_setting_with_its_default(name: str) ->
     settings = 0
     for step in file.steps:
         for key, field in STEP_CONFIGS[step].model_fields.items():
-            if step in file.owners(key) or (key == "gate" and step in ("export", "validate")):  # comes from the gate
+            of_file = (step, key) in (("export", "gate"), ("validate", "gate"), ("preprocess", "task"))
+            if step in file.owners(key) or of_file:
                 assert f"{step}.{key} " not in text
                 continue
             position = text.index(f"{step}.{key} (")
@@ -248,3 +249,16 @@ def test_the_file_comes_first() -> None:
     result = enginery("run", "--in-containers", "pipelines/resnet50.py")
     assert result.exit_code == 2
     assert "PIPELINE comes first, before --in-containers: enginery run PIPELINE --in-containers" in result.output
+
+
+def test_a_pipeline_is_of_one_task() -> None:
+    file = pipeline("segmentation")
+    options = {"config_file": None, "flags": {"data": "d"}, "assignments": []}
+    assert resolve_arguments(file, **options)["architecture"] == "segmentation/lraspp_mobilenet_v3_large"
+    with refuses("other-task", "--architecture"):
+        resolve_arguments(file, **{**options, "flags": {"data": "d", "architecture": "resnet18"}})
+    with refuses("other-task", "--architecture"):
+        network = {"data": "d", "architecture": "segmentation/fpn_small"}
+        resolve_arguments(pipeline("resnet50"), **{**options, "flags": network})
+    with refuses("other-task", "preprocess.task"):
+        resolve_arguments(file, **{**options, "assignments": ["preprocess.task=detection"]})

@@ -199,7 +199,7 @@ def test_images_of_which_nearly_all_are_of_one_class(
 ) -> None:
     arguments = run_of(Path(), gate={"confident": False, **gate})
     with refuses("one-sided-validation-images", "gate.require_above_chance") if is_refused else nullcontext():
-        check_validation(arguments, 400, class_counts)
+        check_validation(arguments, 400, num_val=sum(class_counts), num_of_class=max(class_counts))
 
 
 GPU = (Gpu(name="H100", memory_bytes=80 * GB, driver="580"),)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from components.common.contracts.transforms import ShapeSpec
+from components.common.runtimes.architectures import build_model
 from components.common.tasks.detection.boxes import decode, detect
 from components.common.tasks.detection.loss import DetectionLoss, assign, centres, corners, generalized_iou
-from components.common.tasks.detection.networks import ARCHITECTURES, FcosSmall, build_detector
+from components.common.tasks.detection.networks import ARCHITECTURES, FcosSmall
 from components.export.onnx_export import check_against_torch, export_onnx
 from tests.unit.refusals import refuses
 
@@ -33,7 +34,7 @@ def labels(*objects: tuple[float, ...], num: int = 4) -> torch.Tensor:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_anchors_cover_the_image_and_the_loss_has_gradients(architecture: str) -> None:
     torch.manual_seed(0)
-    model = build_detector(architecture, 3).eval()
+    model = ARCHITECTURES[architecture](3).eval()
     outputs = model(torch.randn(2, 3, 64, 64))
     assert outputs.shape == (2, NUM_ANCHORS[architecture], 8 + 3)
     anchors = outputs[0, :, :4].detach()
@@ -62,7 +63,7 @@ def test_boxes_are_those_of_torchvision_with_the_same_weights(architecture: str)
 
     torch.manual_seed(1)
     network = getattr(detection, architecture)(weights=None, weights_backbone=None, num_classes=3).eval()
-    ours = build_detector(architecture, 3).eval()
+    ours = ARCHITECTURES[architecture](3).eval()
     ours.load_state_dict(network.state_dict())
     side = 128 if "retina" in architecture else 320
     images = torch.randn(1, 3, side, side)
@@ -79,11 +80,11 @@ def test_boxes_are_those_of_torchvision_with_the_same_weights(architecture: str)
 
 def test_unknown_detector() -> None:
     with refuses("unknown-architecture", "architecture"):
-        build_detector("resnet50", 3)
+        build_model("detection/resnet50", 3)
 
 
 def test_each_object_gets_anchors_and_padding_and_ignored_ones_none() -> None:
-    model = build_detector("fcos_small", 3).eval()
+    model = FcosSmall(3).eval()
     with torch.no_grad():
         outputs = model(torch.zeros(1, 3, 128, 128))
     # the second lies between centres of anchors; the third is ignored
@@ -99,7 +100,7 @@ def test_each_object_gets_anchors_and_padding_and_ignored_ones_none() -> None:
 
 
 def test_no_objects_is_a_finite_loss() -> None:
-    outputs = build_detector("fcos_small", 3)(torch.randn(2, 3, 64, 64))
+    outputs = FcosSmall(3)(torch.randn(2, 3, 64, 64))
     loss = DetectionLoss()(outputs, labels().repeat(2, 1, 1))
     loss.backward()
     assert 0 <= loss.item() < 1
@@ -137,7 +138,7 @@ def test_a_detector_learns_where_two_squares_are() -> None:
 @pytest.mark.parametrize("architecture", ["fcos_small", "ssdlite320_mobilenet_v3_large"])
 def test_the_onnx_file_answers_alike_at_any_batch_and_has_static_shapes(architecture: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = build_detector(architecture, 3).eval()
+    model = ARCHITECTURES[architecture](3).eval()
     shapes = ShapeSpec(height=64, width=64)
     export_onnx(model, tmp_path / "model.onnx", shapes)
     check_against_torch(

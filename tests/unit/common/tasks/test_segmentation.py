@@ -47,8 +47,13 @@ def test_void_alone_costs_nothing_and_has_a_gradient_of_zero() -> None:
     assert TASK.result(totals, 2) == (0.0, 0.0)
 
 
-def test_the_loss_is_torchs_where_there_is_no_void() -> None:
-    outputs, labels = torch.randn(2, 3, 4, 4), torch.randint(0, 3, (2, 4, 4))
+def test_the_loss_is_torchs_cross_entropy_and_dice_over_the_classes_shown() -> None:
+    torch.manual_seed(0)
+    outputs, labels = torch.randn(2, 3, 4, 4), torch.randint(0, 2, (2, 4, 4))  # class 2 is not shown
+    shares, dice = outputs.softmax(dim=1), []
+    for index in range(2):
+        own, truth = shares[:, index], (labels == index).float()
+        dice.append(1 - (2 * (own * truth).sum() + 1) / (own.sum() + truth.sum() + 1))
     for smoothing in (0.0, 0.1):
-        wanted = torch.nn.functional.cross_entropy(outputs, labels, label_smoothing=smoothing)
-        torch.testing.assert_close(TASK.loss(smoothing)(outputs, labels), wanted)
+        cross_entropy = torch.nn.functional.cross_entropy(outputs, labels, label_smoothing=smoothing)
+        torch.testing.assert_close(TASK.loss(smoothing)(outputs, labels), cross_entropy + sum(dice) / 2)

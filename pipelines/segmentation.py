@@ -1,0 +1,18 @@
+"""Train a network that segments images, on images with PNG masks, and end with a validated INT8 model.
+
+enginery run pipelines/segmentation.py --data DIR
+"""
+
+from pipelines.resnet50 import whole_chain
+
+segmentation = whole_chain(
+    "segmentation",
+    "Images with masks -> INT8 model that segments, proved as accurate as the FP32 one.",
+    task="segmentation",
+    default_architecture="segmentation/lraspp_mobilenet_v3_large",
+)
+
+if __name__ == "__main__":
+    from enginery.cli.main import run_this
+
+    run_this(__file__)

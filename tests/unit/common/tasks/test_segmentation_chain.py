@@ -1,0 +1,146 @@
+"""The chain on images with masks, step by step: from shards to a verdict on INT8, and who refuses the bundle."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from components.common.contracts.manifests import (
+    BundleManifest,
+    CheckpointManifest,
+    DatasetManifest,
+    ReportManifest,
+    VerdictManifest,
+    load,
+)
+from components.common.contracts.settings import resolve
+from components.common.process.steplog import StepLog
+from components.export.config import ExportConfig
+from components.export.run import run as export
+from components.gate.config import GateConfig
+from components.gate.run import run as gate
+from components.preprocess.config import PreprocessConfig
+from components.preprocess.run import run as preprocess
+from components.promote.pyfunc import BundleModel
+from components.train.config import TrainConfig
+from components.train.training import train
+from components.validate.config import ValidateConfig
+from components.validate.inspect import inspect
+from components.validate.run import run as validate
+from enginery.datasets.shapes import CLASSES, write_shapes
+from tests.conftest import Shared
+from tests.unit.refusals import refuses
+
+THRESHOLDS = {"max_drop_points": 100.0, "min_relative_score_pct": 0.0, "min_validation_images": 10}
+THRESHOLDS |= {"require_above_chance": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """Folders of the artifacts."""
+
+    folder: Path
+
+    def __getattr__(self, name: str) -> Path:
+        return self.folder / name
+
+
+@pytest.fixture(scope="module")
+def chain(shared: Shared) -> Chain:
+    def build(folder: Path) -> None:
+        write_shapes(folder / "data", num_train=96, num_val=48, image_size=64)
+        log, data = StepLog("test"), folder / "dataset"
+        settings: dict[str, object] = {"data": str(folder / "data"), "task": "segmentation"}
+        preprocess(resolve(PreprocessConfig, "preprocess", settings), log, output=data)
+        settings = {"architecture": "segmentation/fpn_small", "image_size": 64, "epochs": 2, "optimizer": "adamw"}
+        settings |= {"global_batch_size": 16, "learning_rate": 0.064, "num_processes": 1, "resize_ratio": 1.0}
+        train(resolve(TrainConfig, "train", settings), log, dataset=data, output=folder / "checkpoint")
+        settings = {"tensorrt": "off", "num_ranking_images": 4, "mixed_engines": 0, "num_calibration_images": 32}
+        source = {"model": folder / "checkpoint", "dataset": data}
+        export(resolve(ExportConfig, "export", settings), log, **source, output=folder / "bundle")
+        settings = {"benchmark_seconds": 0.02, "benchmark_warmup_seconds": 0.0, "min_iterations": 1}
+        settings |= {"benchmark_batch_sizes": [1], "gate": THRESHOLDS, "corruptions": True}
+        source = {"bundle": folder / "bundle", "dataset": data}
+        validate(resolve(ValidateConfig, "validate", settings), log, **source, output=folder / "report")
+
+    return Chain(folder=shared("segmentation_chain", build))
+
+
+def test_every_artifact_says_what_it_is_of(chain: Chain) -> None:
+    for name, manifest in (
+        ("dataset", DatasetManifest),
+        ("checkpoint", CheckpointManifest),
+        ("bundle", BundleManifest),
+    ):
+        assert load(chain.folder / name, manifest).manifest.task == "segmentation", name
+    checkpoint = load(chain.checkpoint, CheckpointManifest).manifest
+    assert checkpoint.classes == CLASSES
+    assert (checkpoint.task, checkpoint.score_name) == ("segmentation", "mIoU")
+    assert checkpoint.history[-1].train_loss < checkpoint.history[0].train_loss
+
+
+def test_the_report_is_on_miou_with_a_bootstrap_interval(chain: Chain) -> None:
+    accuracy = load(chain.report, ReportManifest).manifest.accuracy
+    assert accuracy.score_name == "mIoU"
+    fp32, int8 = accuracy.row("fp32"), accuracy.row("int8")
+    assert fp32.num_images == int8.num_images == 48
+    checkpoint = load(chain.checkpoint, CheckpointManifest).manifest
+    assert fp32.score_pct == pytest.approx(checkpoint.metrics["val_score_pct"], abs=0.5)  # of PyTorch, in training
+    compared = int8.comparison
+    assert compared is not None
+    assert compared.mcnemar_test == "bootstrap"
+    assert compared.drop_lower_points <= -compared.delta_points <= compared.drop_upper_points
+    assert int8.top5_pct is int8.ece_pct is None
+    assert len(int8.corrupted) == 15
+    assert accuracy.most_frequent_class == "background"
+    pixels = np.load(chain.report / "predictions.npz")["int8"]  # from which the score follows
+    right, predicted, labelled = pixels.sum(axis=0, dtype=np.int64).T
+    assert 100 * np.mean(right / (predicted + labelled - right)) == pytest.approx(int8.score_pct)
+
+
+def test_the_page_speaks_of_pixels_and_shows_masks(chain: Chain) -> None:
+    page, card = (chain.report / "report.html").read_text(), (chain.report / "model_card.md").read_text()
+    report = json.loads((chain.report / "report.json").read_text())
+    assert page.count("<img ") == len(report["disagreements"]) > 0
+    for text in (page, card):
+        assert "mIoU %" in text
+        assert "Giving each pixel of an image one of 6 classes" in text
+        for wrong in ("top-1", "top-5", "ECE", "McNemar", "right on"):
+            assert wrong not in text, wrong
+    assert "the image, the label, FP32, INT8" in page
+    assert report["confusion"] is None
+    assert {entry["name"] for entry in report["class_changes"]} == set(CLASSES)
+
+
+def test_the_gate_judges_miou(chain: Chain, tmp_path: Path) -> None:
+    gate(GateConfig(**THRESHOLDS), StepLog("gate"), report=chain.report, output=tmp_path / "verdict")
+    verdict = load(tmp_path / "verdict", VerdictManifest).manifest
+    assert verdict.passed
+    assert "mIoU drop" in verdict.checks[0].explanation
+
+
+def test_who_takes_classifiers_alone_says_so(chain: Chain, tmp_path: Path) -> None:
+    bundle = load(chain.bundle, BundleManifest)
+    with refuses("other-task"):
+        inspect(bundle, [])
+    with refuses("other-task"):
+        BundleModel(bundle, "int8", "auto")
+
+
+def test_steps_refuse_what_is_of_another_task(chain: Chain, tmp_path: Path, digits_dataset: SimpleNamespace) -> None:
+    log = StepLog("test")
+    with refuses("other-task"):
+        train(
+            resolve(TrainConfig, "train", {"architecture": "resnet18"}),
+            log,
+            dataset=chain.dataset,
+            output=tmp_path / "checkpoint",
+        )
+    settings = resolve(ExportConfig, "export", {"tensorrt": "off"})
+    with refuses("other-task"):
+        export(settings, log, model=chain.checkpoint, dataset=digits_dataset.path, output=tmp_path / "bundle")
+    with refuses("wrong-output-shape"):  # own ONNX files are classifiers
+        export(settings, log, model=chain.bundle / "fp32.onnx", dataset=chain.dataset, output=tmp_path / "own")
