@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import mlflow.pyfunc
 import yaml
@@ -19,6 +20,8 @@ from components.common.contracts.records import Precision, measures
 from components.common.registry.model_registry import patiently
 from components.common.registry.tracking import StepRun
 from components.common.registry.trust import read_statements
+from components.common.tasks import TaskName
+from components.common.tasks.answers import answers_of
 from components.promote import pyfunc
 
 MLMODEL = "MLmodel"
@@ -50,7 +53,7 @@ def write_model(
         "num_classes": len(bundle.manifest.classes),
         "input": "image files (bytes, base64 text, paths) or uint8 arrays [height, width, 3]",
     }
-    model = Model(signature=_signature(), metadata={**named, **described})
+    model = Model(signature=_signature(bundle.manifest.task), metadata={**named, **described})
     mlflow.pyfunc.add_to_model(
         model,
         loader_module=pyfunc.__name__,
@@ -70,12 +73,24 @@ def write_model(
     return output
 
 
-def _signature() -> ModelSignature:
-    """Outputs of an image classifier, and its parameter.
+_TYPES: dict[str, Any] = {
+    "text": DataType.string,
+    "texts": Array(DataType.string),
+    "numbers": Array(DataType.double),
+    "lists": Array(Array(DataType.double)),
+}
+
+
+def _signature(task: TaskName) -> ModelSignature:
+    """Outputs of a model, and the parameter of a classifier.
 
     No input schema: with one, MLflow would turn everything into a table before the model sees it, which no list of
     pixel arrays survives.
     """
+    if task != "classification":
+        return ModelSignature(
+            outputs=Schema([ColSpec(_TYPES[kind], name) for name, kind in answers_of(task).columns.items()])
+        )
     outputs = [
         ColSpec(DataType.string, "label"),
         ColSpec(DataType.double, "probability"),

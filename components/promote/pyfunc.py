@@ -6,7 +6,7 @@ import io
 import logging
 import shutil
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,12 +16,16 @@ import pandas as pd
 from PIL import Image
 
 from components.common.contracts.errors import EngineryError, RuntimeUnavailable, UserError
-from components.common.contracts.manifests import ALL_FILES, Artifact, BundleManifest, check_task, load
+from components.common.contracts.manifests import ALL_FILES, Artifact, BundleManifest, load
 from components.common.contracts.records import Precision
+from components.common.contracts.transforms import TransformSpec
 from components.common.data.evaluation import most_likely
+from components.common.data.image_files import rgb
 from components.common.registry.trust import check_chain, read_statements
 from components.common.runtimes import RUNTIME_OPTIONS, RUNTIMES, RuntimeOption
 from components.common.runtimes.selection import RuntimeSelection, not_measured_here, select_runtime
+from components.common.tasks import TaskName
+from components.common.tasks.answers import Answer, View, answers_of
 
 COLUMN = "image"  # of a table
 TAKEN = (
@@ -193,7 +197,7 @@ class BundleModel:
                 code="unknown-runtime",
                 setting="runtime",
             )
-        check_task("the model", bundle.manifest.task, "classification", "take the version of a classifier")
+        self.task, self.transform = bundle.manifest.task, bundle.manifest.transform
         self.classes = bundle.manifest.classes
         self.bundle_digest = bundle.digest
         self.selected: RuntimeSelection = select_runtime(bundle, precision, runtime)
@@ -204,7 +208,7 @@ class BundleModel:
     folder: TemporaryDirectory[str] | None = None  # that goes with the model
 
     def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> pd.DataFrame:
-        """A row per image, in order: see `table`.
+        """A row per image, in order: see `table`; of other tasks than classification see `answer_table`.
 
         Args:
             model_input: images; `TAKEN` says in which forms.
@@ -221,18 +225,20 @@ class BundleModel:
                 setting="top_k",
             )
         encoded = encoded_images(model_input)
-        return table(self._logits(encoded), self.classes, int(top_k) or len(self.classes))
+        if self.task == "classification":
+            logits = np.concatenate(list(self._outputs(encoded)))  # [images, classes] float32
+            return table(logits, self.classes, int(top_k) or len(self.classes))
+        return answer_table(self._outputs(encoded), encoded, self.task, self.classes, self.transform)
 
-    def _logits(self, encoded: Sequence[bytes]) -> np.ndarray:
-        """[images, classes] float32."""
-        parts = []
+    def _outputs(self, encoded: Sequence[bytes]) -> Iterator[np.ndarray]:
+        """The network's outputs, batch after batch."""
         for start in range(0, len(encoded), self._batch_size):
             chunk = encoded[start : start + self._batch_size]
             names = [image_name(start + index) for index in range(len(chunk))]
             with self._lock:  # decoder and runner are for one thread at a time
                 assert self.selected.runner is not None
-                parts.append(self.selected.runner.infer(self._images.load(chunk, names)))
-        return np.concatenate(parts)
+                outputs = self.selected.runner.infer(self._images.load(chunk, names))
+            yield outputs
 
 
 def table(logits: np.ndarray, classes: Sequence[str], top_k: int) -> pd.DataFrame:
@@ -256,3 +262,31 @@ def table(logits: np.ndarray, classes: Sequence[str], top_k: int) -> pd.DataFram
         labels = [classes[index] for index in best]
         rows.append((labels[0], float(shares[0]), labels, shares.tolist()))
     return pd.DataFrame(rows, columns=["label", "probability", "labels", "probabilities"])
+
+
+def answer_table(
+    outputs: Iterable[np.ndarray],
+    encoded: Sequence[bytes],
+    task: TaskName,
+    classes: Sequence[str],
+    transform: TransformSpec,
+) -> pd.DataFrame:
+    """Return the answer for each image, in the columns of the task's `answers`.
+
+    Of detection: lists of `classes`, `scores` and `boxes`, [x1, y1, x2, y2] in pixels of the image, the surest first.
+    Of segmentation: `classes` with their `shares`, the largest first, and the `mask` of a `region` of the image, a PNG
+    of the classes' numbers as base64 text. An output with NaN answers nothing: empty lists, and no text.
+
+    Args:
+        outputs: of the network, [B, ...] float32 each.
+        encoded: the images.
+        task: what the network is for.
+        classes: their names.
+        transform: by which images became inputs.
+    """
+    known, rows = answers_of(task), []
+    empty: Answer = {name: None if kind == "text" else [] for name, kind in known.columns.items()}
+    for output, data in zip((row for batch in outputs for row in batch), encoded, strict=True):
+        view = View.of(rgb(data).size, transform)
+        rows.append(known.answer(output, classes, view) if np.isfinite(output).all() else empty)
+    return pd.DataFrame(rows, columns=list(known.columns))

@@ -1,5 +1,6 @@
 """`enginery inspect`: what a model's precisions make of an image, and where they look."""
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from components.common.contracts.errors import UserError
-from components.common.contracts.manifests import BundleManifest, load, write_atomically
+from components.common.contracts.manifests import Artifact, BundleManifest, load, write_atomically
 from components.common.process.disk import out_of_space
 from enginery.cli.options import PATH
 from enginery.formats import new_console, new_table, number
@@ -30,13 +31,21 @@ _NUM_TOP = 3
 @click.option("--run", "run_name", metavar="RUN", help="Its bundle; as in `enginery compare`.  [default: the last]")
 @click.option("--layers", metavar="A,B", default="", help="Layers, as the report names them.  [default: the last maps]")
 @click.option("--maps", type=click.Choice(["gradcam", "activation"]), default="gradcam", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Of boxes and masks: write JSON instead of a table.")
 @click.option("--output", type=PATH, metavar="FILE.png", default=Path("inspect.png"), show_default=True)
 def inspect(
-    images: tuple[Path, ...], bundle: Path | None, run_name: str | None, layers: str, maps: str, output: Path
+    images: tuple[Path, ...],
+    bundle: Path | None,
+    run_name: str | None,
+    layers: str,
+    maps: str,
+    as_json: bool,
+    output: Path,
 ) -> None:
     """Show what each precision predicts for an image, and maps of where FP32 and INT8 look.
 
     Grad-CAM marks what speaks for the class that FP32 predicts; activation is the mean magnitude of a layer's channels.
+    A model that finds boxes or masks has none: the picture shows these.
     """
     if problem := _problem(images, bundle, run_name, output):
         code, setting, message = problem
@@ -45,6 +54,16 @@ def inspect(
         runs = StateDirectory.current().runs
         bundle = latest_bundle(runs) if run_name is None else bundle_of_run(run_name, runs)
     opened = load(bundle, BundleManifest, verify=(".onnx", ".plan"))
+    if opened.manifest.task != "classification":
+        if layers:
+            raise UserError(
+                f"maps of layers are of classifiers, and {opened.manifest.architecture} is of {opened.manifest.task}; "
+                "leave --layers out",
+                code="other-task",
+                setting="--layers",
+            )
+        _inspect_answers(opened, images, output, as_json)
+        return
     # PyTorch, DALI and Matplotlib take seconds to import: mistakes are said before.
     from components.validate.inspect import inspect as run_inspection
     from components.validate.inspect import picture
@@ -61,6 +80,31 @@ def inspect(
     if result.maps_missing:
         console.print(f"[yellow]no maps:[/] {escape(result.maps_missing)}", soft_wrap=False)
     _write(output, picture(result.explanations, classes, maps, opened.manifest.architecture))  # type: ignore[arg-type]
+    console.print(f"picture: {escape(str(output))}")
+
+
+def _inspect_answers(bundle: Artifact[BundleManifest], images: Sequence[Path], output: Path, as_json: bool) -> None:
+    from components.common.tasks.answers import answers_of
+    from components.validate.answers import answer_images, picture
+
+    found, console = answer_images(bundle, images), new_console()
+    _write(output, picture(bundle.manifest, found))
+    if as_json:
+        results = [
+            {"image": str(each.file), "precision": each.precision, "runtime": each.runtime, "note": each.note}
+            | (each.answer or {})
+            for each in found
+        ]
+        click.echo(json.dumps({"model": bundle.manifest.architecture, "results": results, "picture": str(output)}))
+        return
+    console.print(f"{escape(bundle.manifest.architecture)}, bundle {escape(_relative(bundle.path))}")
+    table, say = new_table("image", "precision", "runtime", "answer"), answers_of(bundle.manifest.task).summary
+    for each in found:
+        said = say(each.answer) if each.answer is not None else "n/a"
+        table.add_row(escape(each.file.name), each.precision.upper(), each.runtime, escape(said))
+    console.print(table)
+    for note in dict.fromkeys(f"{each.precision.upper()}: {each.note}" for each in found if each.note):
+        console.print(escape(note), style="dim")
     console.print(f"picture: {escape(str(output))}")
 
 

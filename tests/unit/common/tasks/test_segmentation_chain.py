@@ -1,13 +1,18 @@
 """The chain on images with masks, step by step: from shards to a verdict on INT8, and who refuses the bundle."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import mlflow
 import numpy as np
 import pytest
+from click.testing import CliRunner
+from PIL import Image
 
+from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import (
     BundleManifest,
     CheckpointManifest,
@@ -18,18 +23,21 @@ from components.common.contracts.manifests import (
 )
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
+from components.common.runtimes.selection import select_runtime
+from components.common.tasks.segmentation.answers import mask_of
 from components.export.config import ExportConfig
 from components.export.run import run as export
 from components.gate.config import GateConfig
 from components.gate.run import run as gate
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.run import run as preprocess
-from components.promote.pyfunc import BundleModel
+from components.promote.packaging import write_model
 from components.train.config import TrainConfig
 from components.train.training import train
 from components.validate.config import ValidateConfig
-from components.validate.inspect import inspect
+from components.validate.inspect import inspect, load_input
 from components.validate.run import run as validate
+from enginery.cli.inspect import inspect as inspect_command
 from enginery.datasets.shapes import CLASSES, write_shapes
 from tests.conftest import Shared
 from tests.unit.refusals import refuses
@@ -122,12 +130,64 @@ def test_the_gate_judges_miou(chain: Chain, tmp_path: Path) -> None:
     assert "mIoU drop" in verdict.checks[0].explanation
 
 
-def test_who_takes_classifiers_alone_says_so(chain: Chain, tmp_path: Path) -> None:
-    bundle = load(chain.bundle, BundleManifest)
+def test_maps_of_layers_are_of_classifiers(chain: Chain) -> None:
     with refuses("other-task"):
-        inspect(bundle, [])
-    with refuses("other-task"):
-        BundleModel(bundle, "int8", "auto")
+        inspect(load(chain.bundle, BundleManifest), [])
+
+
+def sent_images(chain: Chain, tmp_path: Path) -> list[Path]:
+    """One as it is, one wider, one turned by its EXIF data."""
+    plain = sorted((chain.data / "val" / "images").iterdir())[0]
+    wide, turned = tmp_path / "wide.png", tmp_path / "turned.jpg"
+    image = Image.open(plain)
+    whole = Image.new("RGB", (128, 64))
+    whole.paste(image, (32, 0))
+    whole.save(wide)
+    exif = whole.getexif()
+    exif[0x0112] = 6
+    whole.save(turned, exif=exif)
+    return [plain, wide, turned]
+
+
+def test_the_python_model_answers_with_masks(chain: Chain, tmp_path: Path) -> None:
+    files = sent_images(chain, tmp_path)
+    write_model(load(chain.bundle, BundleManifest), "int8", tmp_path / "model")
+    shutil.copytree(chain.bundle, tmp_path / "model" / "bundle")
+    model = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    found = model.predict([file.read_bytes() for file in files])
+    assert list(found.columns) == [entry.name for entry in model.metadata.get_output_schema().inputs]
+    plain, wide, turned = (row for _, row in found.iterrows())
+    assert (plain.region, wide.region, turned.region) == ([0, 0, 64, 64], [32, 0, 96, 64], [0, 32, 64, 96])
+    assert wide["mask"] == plain["mask"]  # of the same square
+    mask = mask_of(plain)
+    assert mask.shape == (64, 64)
+    assert (
+        plain.classes
+        == [CLASSES[index] for index in np.argsort(-np.bincount(mask.ravel()), kind="stable")][: len(plain.classes)]
+    )
+    assert sum(plain.shares) == pytest.approx(1, abs=1e-5)
+    runner = select_runtime(load(chain.bundle, BundleManifest), "int8", "auto").runner
+    assert runner is not None
+    transform = load(chain.bundle, BundleManifest).manifest.transform
+    assert np.array_equal(mask, runner.infer(load_input(files[0], transform))[0].argmax(axis=0))
+    runner.close()
+
+
+def test_inspect_shows_masks_of_every_precision(chain: Chain, tmp_path: Path) -> None:
+    files, output = [str(file) for file in sent_images(chain, tmp_path)], tmp_path / "picture.png"
+    options = ["--bundle", str(chain.bundle), "--output", str(output)]
+    done = CliRunner().invoke(inspect_command, [*files, *options, "--json"])
+    assert done.exit_code == 0, done.output
+    results = json.loads(done.output)["results"]
+    assert [entry["precision"] for entry in results] == 3 * ["fp32", "fp16", "int8"]
+    assert {len(entry.get("mask", "")) > 100 for entry in results if entry["precision"] != "fp16"} == {True}
+    width, height = Image.open(output).size
+    assert (width, height) == (3 * 328 + 8, 3 * 344 + 8)
+    table = CliRunner().invoke(inspect_command, [*files, *options])
+    assert "background" in table.output
+    refused = CliRunner().invoke(inspect_command, [*files, *options, "--layers", "conv"])
+    assert isinstance(refused.exception, UserError)
+    assert refused.exception.code == "other-task"
 
 
 def test_steps_refuse_what_is_of_another_task(chain: Chain, tmp_path: Path, digits_dataset: SimpleNamespace) -> None:

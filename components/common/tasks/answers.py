@@ -1,0 +1,67 @@
+"""What a model says of an image, for people and programs: JSON values, and a picture of them. Without torch.
+
+Each task but classification has a module `answers` with `answer` and `drawn`; coordinates are pixels of the image that
+was sent, upright.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from components.common.contracts.transforms import TransformSpec
+from components.common.tasks import TaskName
+
+Answer = dict[str, Any]  # strings, numbers and lists of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """What a model sees of an image: the central square, in its own pixels."""
+
+    left: float
+    top: float
+    side: float  # of the square
+    size: tuple[int, int]  # width and height of the image
+    crop_size: int  # side of the square in pixels of the model's input
+
+    @classmethod
+    def of(cls, size: tuple[int, int], transform: TransformSpec) -> "View":
+        """Of an image of this width and height."""
+        scale = min(size) / transform.resize_size  # of its pixels over those after the resize
+        side = transform.crop_size * scale
+        left, top = ((each - side) / 2 for each in size)
+        return cls(left=left, top=top, side=side, size=size, crop_size=transform.crop_size)
+
+    def region(self) -> list[float]:
+        """x1, y1, x2, y2, rounded."""
+        return [round(each, 2) for each in (self.left, self.top, self.left + self.side, self.top + self.side)]
+
+    def of_image(self, boxes: np.ndarray) -> np.ndarray:
+        """[D, 4] in pixels of the model's input -> the same in those of the image, within it."""
+        corners = boxes.astype(np.float64) * (self.side / self.crop_size) + [self.left, self.top, self.left, self.top]
+        found: np.ndarray = np.clip(corners, 0, [*self.size, *self.size])
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """A task's module."""
+
+    columns: dict[str, str]
+    """Keys of an answer, and what each holds: "text", "texts", "numbers", or "lists" of numbers."""
+    answer: Callable[[np.ndarray, Sequence[str], View], Answer]
+    """From a model's output for one image, [...] float; the names of classes; and what the model saw."""
+    drawn: Callable[[Image.Image, Answer, Sequence[str]], Image.Image]
+    """The image, RGB, with the answer."""
+    summary: Callable[[Answer], str]
+    """The answer in a few words."""
+
+
+def answers_of(task: TaskName) -> Answers:
+    """A task's answers; not of classification."""
+    found: Answers = import_module(f"components.common.tasks.{task}.answers").ANSWERS
+    return found

@@ -1,0 +1,48 @@
+"""Objects as an answer: class, score and box of each, the surest first."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from components.common.tasks.answers import Answer, Answers, View
+from components.common.tasks.detection.boxes import detect
+from components.common.tasks.segmentation.pictures import palette
+
+MIN_SCORE = 0.3  # of objects that are named
+_MOST_NAMED = 4  # in a summary
+
+
+def _answer(output: np.ndarray, classes: Sequence[str], view: View) -> Answer:
+    """output: [A, 8 + classes] float. Boxes are x1, y1, x2, y2 in pixels of the image."""
+    side = view.crop_size
+    found = detect(output, (side, side), min_score=MIN_SCORE)
+    return {
+        "classes": [classes[index] for index in found.classes],
+        "scores": [round(float(score), 6) for score in found.scores],
+        "boxes": [[round(float(each), 2) for each in box] for box in view.of_image(found.boxes)],
+    }
+
+
+def _drawn(image: Image.Image, answer: Answer, classes: Sequence[str]) -> Image.Image:
+    picture, colours = image.copy(), palette()
+    draw, width = ImageDraw.Draw(picture), max(1, round(min(image.size) / 200))
+    for name, score, box in zip(answer["classes"], answer["scores"], answer["boxes"], strict=True):
+        colour = tuple(colours[classes.index(name) + 1].tolist())
+        draw.rectangle(box, outline=colour, width=width)
+        draw.text((box[0] + width + 1, box[1] + width), f"{name} {score:.2f}", fill=colour)
+    return picture
+
+
+def _summary(answer: Answer) -> str:
+    named = list(zip(answer["classes"], answer["scores"], strict=True))
+    more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+    return (", ".join(f"{name} {score:.2f}" for name, score in named[:_MOST_NAMED]) or "no object") + more
+
+
+ANSWERS = Answers(
+    columns={"classes": "texts", "scores": "numbers", "boxes": "lists"},
+    answer=_answer,
+    drawn=_drawn,
+    summary=_summary,
+)
