@@ -538,6 +538,7 @@ class AccuracyRow(Record):
         None, description="Lower end of the score's one-sided 95 % interval; None for a share of images."
     )
     top5_pct: float | None = None
+    score50_pct: float | None = Field(None, description="mAP at an overlap of 0.5; None but for detection.")
     distinct_score_pct: float | None = Field(
         None, description="score_pct without near-duplicates of training images; None where the split holds none."
     )

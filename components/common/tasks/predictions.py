@@ -1,7 +1,7 @@
 """What is kept of a model's outputs over some images, by task: enough for the score and its comparison. Numpy alone."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -160,7 +160,7 @@ _Z = 1.6448536269514722  # of a one-sided 95 % interval
 _MAX_WEIGHTS = 1 << 25  # at once, of 4 bytes
 
 
-def draws(num_images: int, num_draws: int = NUM_DRAWS) -> "Sequence[np.ndarray]":
+def draws(num_images: int, num_draws: int = NUM_DRAWS) -> Iterator[np.ndarray]:
     """How often each image counts in each draw of the bootstrap (Efron, 1979), [R, N] float32, in parts of R.
 
     The same for equal numbers of images: models that are compared are drawn together.
@@ -168,10 +168,8 @@ def draws(num_images: int, num_draws: int = NUM_DRAWS) -> "Sequence[np.ndarray]"
     rng = np.random.default_rng(_SEED)
     size = max(1, min(num_draws, _MAX_WEIGHTS // max(num_images, 1)))
     shares = np.full(num_images, 1 / num_images)
-    return [
-        rng.multinomial(num_images, shares, size=min(size, num_draws - start)).astype(np.float32)
-        for start in range(0, num_draws, size)
-    ]
+    for start in range(0, num_draws, size):
+        yield rng.multinomial(num_images, shares, size=min(size, num_draws - start)).astype(np.float32)
 
 
 def bootstrap_comparison(

@@ -1,1 +1,1 @@
-"""Detection: boxes with classes, scored by mAP@[.5:.95]. `boxes` and `average_precision` need numpy alone."""
+"""Detection: boxes with classes, scored by mAP@[.5:.95]. `boxes`, `average_precision`, `predictions`: no torch."""

@@ -7,7 +7,7 @@ from PIL import Image, ImageDraw
 
 from components.common.tasks.answers import Answer, Answers, View
 from components.common.tasks.detection.boxes import detect
-from components.common.tasks.segmentation.pictures import palette
+from components.common.tasks.pictures import palette
 
 MIN_SCORE = 0.3  # of objects that are named
 _MOST_NAMED = 4  # in a summary

@@ -5,8 +5,10 @@ Equal to pycocotools 2.0 at area "all" and 100 detections per image.
 Source: Lin et al., "Microsoft COCO: Common Objects in Context", 2014, and the COCO API's cocoeval.py.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 
@@ -16,8 +18,8 @@ THRESHOLDS = np.linspace(0.5, 0.95, 10)
 """Overlaps (IoU) from which a detection finds an object."""
 
 RECALLS = np.linspace(0, 1, 101)
-_MOST_VALUES = 1 << 22  # of weights at once: 32 MB
-_EPSILON = np.spacing(1)
+_MOST_VALUES = 1 << 18  # of weights at once, so that they stay in the processor's cache
+_EPSILON = float(np.spacing(1))
 
 FOUND, WRONG, IGNORED = 1, 0, -1
 
@@ -71,9 +73,11 @@ class Matches:
     found: np.ndarray  # [D, 10] int8: see `match`
     num_objects: np.ndarray  # [N, classes] int32: of each image and class, without ignored ones
 
-    def __add__(self, other: "Matches") -> "Matches":
-        names = ("counts", "scores", "classes", "found", "num_objects")
-        return Matches(**{name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in names})
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """Those of all parts, one part after the other."""
+        names = [entry.name for entry in fields(cls)]
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
     @property
     def num_images(self) -> int:
@@ -85,12 +89,11 @@ class Matches:
         """[D]: the image of each detection."""
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
-    def select(self, which: "slice | np.ndarray") -> "Matches":
+    def select(self, which: "slice | np.ndarray") -> Self:
         """Those of some images, by a slice, a mask or indices."""
         chosen = np.arange(self.num_images)[which]
-        starts = np.concatenate([[0], np.cumsum(self.counts)])
-        rows = np.concatenate([np.arange(starts[image], starts[image + 1]) for image in chosen] or [np.zeros(0, int)])
-        return Matches(
+        rows = rows_of(self.counts, chosen)
+        return type(self)(
             counts=self.counts[chosen],
             scores=self.scores[rows],
             classes=self.classes[rows],
@@ -106,28 +109,29 @@ class Matches:
         """
         if weights is None:
             weights = np.ones((1, self.num_images))
-        num_classes = self.num_objects.shape[1]
-        result = np.full((len(weights), len(THRESHOLDS), num_classes), np.nan)
-        order = np.argsort(-self.scores.astype(np.float64), kind="stable")
-        for index in range(num_classes):
-            rows = order[self.classes[order] == index]
+        totals = weights @ self.num_objects.astype(weights.dtype)  # [R, classes]
+        result = np.full((len(weights), len(THRESHOLDS), totals.shape[1]), np.nan)
+        for index, rows in enumerate(self._by_class):
             images, found = self.images[rows], self.found[rows]
             draws = max(1, _MOST_VALUES // max(len(rows), 1))
             for start in range(0, len(weights), draws):
                 part = slice(start, start + draws)
-                totals = weights[part] @ self.num_objects[:, index]  # [R]
-                own = weights[part][:, images].astype(np.float64)  # [R, D]
-                for threshold in range(len(THRESHOLDS)):
-                    result[part, threshold, index] = _precision(own, found[:, threshold], totals)
+                result[part, :, index] = _precisions(weights[part], images, found, totals[part, index])
         return result
+
+    @cached_property
+    def _by_class(self) -> list[np.ndarray]:
+        """Detections of each class, the surest first, of equals in their order."""
+        order = np.lexsort((-self.scores.astype(np.float64), self.classes))
+        ends = np.cumsum(np.bincount(self.classes, minlength=self.num_objects.shape[1]))
+        return np.split(order, ends[:-1])
 
     def curve(self, threshold: int = 0) -> np.ndarray:
         """[classes, 101]: the precision at each of RECALLS, NaN for a class without objects."""
-        order = np.argsort(-self.scores.astype(np.float64), kind="stable")
         totals = self.num_objects.sum(axis=0)
         curves = np.full((len(totals), len(RECALLS)), np.nan)
         for index in np.flatnonzero(totals):
-            found = self.found[order[self.classes[order] == index], threshold]
+            found = self.found[self._by_class[index], threshold]
             right, wrong = np.cumsum(found == FOUND), np.cumsum(found == WRONG)
             best = np.maximum.accumulate((right / (right + wrong + _EPSILON))[::-1])[::-1]
             places = np.searchsorted(right / totals[index], RECALLS, side="left")
@@ -135,35 +139,52 @@ class Matches:
         return curves
 
 
-def _precision(weights: np.ndarray, found: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """Average precision of a class at a threshold.
+def rows_of(counts: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Rows of some images where each has so many, one image after the other. [N], [n] -> [rows] int64."""
+    own = counts[chosen].astype(np.int64)
+    starts = (np.cumsum(counts, dtype=np.int64) - counts)[chosen]
+    return np.repeat(starts - np.cumsum(own) + own, own) + np.arange(own.sum())
+
+
+def _precisions(weights: np.ndarray, images: np.ndarray, found: np.ndarray, totals: np.ndarray) -> np.ndarray:
+    """Average precisions of a class.
 
     Recall rises, and the best precision at some recall is reached, only at detections that find an object: only these
     are looked at, and each counts for the recalls that it is the first to reach.
 
     Args:
-        weights: [R, D] float64, the surest first.
-        found: [D] int8.
+        weights: [R, N] float.
+        images: [D], of detections, the surest first.
+        found: [D, 10] int8.
         totals: [R], weights of all objects.
 
     Returns:
-        [R] float64; NaN where there are no objects.
+        [R, 10] float64; NaN where there are no objects.
     """
-    right = np.flatnonzero(found == FOUND)
-    if not len(right):
-        return np.where(totals > 0, 0.0, np.nan)
-    # the weights of wrong ones before each right one
-    wrong = np.concatenate([np.zeros((len(weights), 1)), np.cumsum(weights * (found == WRONG), axis=1)], axis=1)
-    above = wrong[:, right]
-    reached = np.cumsum(weights[:, right], axis=1)  # [R, right]
-    precision = reached / (reached + above + _EPSILON)
-    best = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        recall = reached / totals[:, None]
-    ends = np.searchsorted(RECALLS, np.nan_to_num(recall, nan=0.0), side="right")  # recalls reached so far
-    # a detection of weight zero reaches nothing, and the first one does not reach recall 0 for it
-    steps = np.diff(np.where(reached > 0, ends, 0), axis=1, prepend=0)
-    return np.where(totals > 0, (steps * best).sum(axis=1) / len(RECALLS), np.nan)
+    result = np.zeros((len(weights), found.shape[1]))
+    of_all = np.where(totals > 0, totals, 1).astype(np.float64)
+    right = found == FOUND
+    ever = np.flatnonzero(right.any(axis=1))  # [K]
+    if len(ever):
+        own = weights.take(images[: ever[-1] + 1], axis=1)  # [R, D]
+        # the weights of all detections up to each of these
+        upto = np.add.reduceat(own, np.concatenate([[0], ever[:-1] + 1]), axis=1).cumsum(axis=1)  # [R, K]
+    for threshold in np.flatnonzero(right.any(axis=0)).tolist():
+        which = np.flatnonzero(right[ever, threshold])
+        reached = own.take(ever[which], axis=1).cumsum(axis=1)  # [R, right]
+        counted = upto.take(which, axis=1)
+        ignored = np.flatnonzero(found[: ever[-1], threshold] == IGNORED)
+        if len(ignored):
+            sums = np.concatenate([0 * upto[:, :1], own[:, ignored].cumsum(axis=1)], axis=1)
+            counted -= sums[:, np.searchsorted(ignored, ever[which])]
+        precision = reached / (counted + _EPSILON)
+        best = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
+        ends = np.searchsorted(RECALLS, reached / of_all[:, None], side="right")  # recalls reached so far
+        # a detection of weight zero reaches nothing, and the first one does not reach recall 0 for it
+        steps = np.diff(ends * (reached > 0), axis=1, prepend=0)
+        result[:, threshold] = (steps * best).sum(axis=1) / len(RECALLS)
+    result[totals == 0] = np.nan
+    return result
 
 
 def mean_precision(precisions: np.ndarray) -> np.ndarray:

@@ -58,11 +58,10 @@ def detect(
     logits = output[:, NUM_BOX_VALUES:]
     least = np.log(min_score / (1 - min_score))
     with np.errstate(invalid="ignore"):
-        anchors, classes = np.nonzero(logits > least)
+        anchors, classes = np.divmod(np.flatnonzero(logits > least), max(logits.shape[1], 1))
     values = logits[anchors, classes].astype(np.float32)
     if len(values) > MAX_CANDIDATES:
-        # of equals those of the first anchors, so that the result does not depend on how a sort breaks ties
-        best = np.sort(np.argsort(-values, kind="stable")[:MAX_CANDIDATES])
+        best = _largest(values, MAX_CANDIDATES)
         anchors, classes, values = anchors[best], classes[best], values[best]
     boxes = decode(output[anchors])
     known = np.isfinite(boxes).all(axis=1)
@@ -78,6 +77,16 @@ def detect(
     return Detections(boxes=boxes[kept], scores=scores, classes=classes[kept].astype(np.int16))
 
 
+def _largest(values: np.ndarray, num_kept: int) -> np.ndarray:
+    """[num_kept] indices of the largest values, in order; of equals the first, whatever a sort makes of them."""
+    least = np.partition(values, -num_kept)[-num_kept]
+    above, equal = np.flatnonzero(values > least), np.flatnonzero(values == least)
+    return np.sort(np.concatenate([above, equal[: num_kept - len(above)]]))
+
+
+_BLOCK = 128  # boxes of which all overlaps are found at once: a step for each would take longer
+
+
 def suppress(boxes: np.ndarray, classes: np.ndarray, iou: float, max_kept: int) -> np.ndarray:
     """Indices of the boxes that no earlier one of their class overlaps by more than `iou`.
 
@@ -87,18 +96,21 @@ def suppress(boxes: np.ndarray, classes: np.ndarray, iou: float, max_kept: int) 
         iou: 0..1.
         max_kept: ends when so many are found.
     """
-    kept: list[int] = []
-    left = np.ones(len(boxes), bool)
-    place = 0
-    while len(kept) < max_kept and place < len(boxes):
-        kept.append(place)
-        rest = place + 1 + np.flatnonzero(left[place + 1 :] & (classes[place + 1 :] == classes[place]))
-        if len(rest):
-            overlaps = overlap(boxes[place : place + 1], boxes[rest])[0]
-            left[rest[overlaps > iou]] = False
-        following = np.flatnonzero(left[place + 1 :])
-        place = len(boxes) if not len(following) else place + 1 + int(following[0])
-    return np.array(kept, np.int64)
+    kept = np.zeros(0, np.int64)
+    for start in range(0, len(boxes), _BLOCK):
+        if len(kept) >= max_kept:
+            break
+        places = np.arange(start, min(start + _BLOCK, len(boxes)))
+        before = np.concatenate([kept, places])
+        # [kept and places, places]: True where the first one takes the place of the second
+        covers = (overlap(boxes[before], boxes[places]) > iou) & (classes[before, None] == classes[places])
+        left = ~covers[: len(kept)].any(axis=0)
+        own = covers[len(kept) :]
+        for place in np.flatnonzero(np.triu(own, 1).any(axis=1)).tolist():  # the others cover none
+            if left[place]:
+                left[place + 1 :] &= ~own[place, place + 1 :]
+        kept = np.concatenate([kept, places[left]])
+    return kept[:max_kept]
 
 
 def overlap(first: np.ndarray, second: np.ndarray, of_first: np.ndarray | None = None) -> np.ndarray:
@@ -107,12 +119,23 @@ def overlap(first: np.ndarray, second: np.ndarray, of_first: np.ndarray | None =
     Where `of_first` ([G] bool) is set, the intersection over the first one's area instead: how much of it lies within a
     region.
     """
-    one, other = first.astype(np.float64)[:, None], second.astype(np.float64)[None]
-    sides = np.minimum(one[..., 2:], other[..., 2:]) - np.maximum(one[..., :2], other[..., :2])
-    inside = np.prod(np.maximum(sides, 0), axis=-1)
-    areas = np.prod(one[..., 2:] - one[..., :2], axis=-1), np.prod(other[..., 2:] - other[..., :2], axis=-1)
-    united = areas[0] + areas[1] - inside
+    return _shares(first.T[..., None], second.T[:, None], of_first)
+
+
+def overlap_of_pairs(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Intersection over union of each box with its other: [P, 4] and [P, 4] -> [P] float64."""
+    return _shares(first.T, second.T, None)
+
+
+def _shares(first: np.ndarray, second: np.ndarray, of_first: np.ndarray | None) -> np.ndarray:
+    """See `overlap`. [4, ...] each."""
+    one, other = first.astype(np.float64), second.astype(np.float64)
+    width = np.minimum(one[2], other[2]) - np.maximum(one[0], other[0])
+    height = np.minimum(one[3], other[3]) - np.maximum(one[1], other[1])
+    inside = np.maximum(width, 0) * np.maximum(height, 0)
+    areas, other_areas = ((each[2] - each[0]) * (each[3] - each[1]) for each in (one, other))
+    united = areas + other_areas - inside
     if of_first is not None:
-        united = np.where(of_first[None], areas[0], united)
+        united = np.where(of_first, areas, united)
     shares: np.ndarray = np.divide(inside, united, out=np.zeros_like(inside), where=united > 0)
     return shares

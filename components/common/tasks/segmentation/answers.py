@@ -9,7 +9,7 @@ from PIL import Image
 
 from components.common.data.image_files import open_image
 from components.common.tasks.answers import Answer, Answers, View
-from components.common.tasks.segmentation.pictures import coloured
+from components.common.tasks.pictures import coloured
 
 _MOST_NAMED = 4  # in a summary
 _OPACITY = 0.55

@@ -10,9 +10,9 @@ from PIL import Image
 from components.common.contracts.records import PairedComparison
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.image_files import as_seen
+from components.common.tasks.pictures import beside, coloured
 from components.common.tasks.predictions import ByClass, ScoreDrop, bootstrap_comparison, class_divergence, draws, p_of
 from components.common.tasks.segmentation import VOID
-from components.common.tasks.segmentation.pictures import beside, coloured
 
 _GRID = 64  # rows and columns of a mask that are kept
 _MAX_NAMES = 4

@@ -109,7 +109,7 @@ def test_an_image_of_weight_three_counts_as_three_images() -> None:
 
 def test_parts_add_up_and_come_apart() -> None:
     images = made_up(1, 12)
-    whole, parts = gathered(images), gathered(images[:5]) + gathered(images[5:])
+    whole, parts = gathered(images), Matches.join([gathered(images[:5]), gathered(images[5:])])
     np.testing.assert_array_equal(whole.average_precisions(), parts.average_precisions())
     np.testing.assert_array_equal(
         whole.select(np.array([3, 1, 11])).average_precisions(),
