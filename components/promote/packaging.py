@@ -76,6 +76,7 @@ def write_model(
 _TYPES: dict[str, Any] = {
     "text": DataType.string,
     "texts": Array(DataType.string),
+    "integers": Array(DataType.long),
     "numbers": Array(DataType.double),
     "lists": Array(Array(DataType.double)),
 }

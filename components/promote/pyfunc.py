@@ -20,7 +20,7 @@ from components.common.contracts.manifests import ALL_FILES, Artifact, BundleMan
 from components.common.contracts.records import Precision
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.evaluation import most_likely
-from components.common.data.image_files import rgb
+from components.common.data.image_files import upright_size
 from components.common.registry.trust import check_chain, read_statements
 from components.common.runtimes import RUNTIME_OPTIONS, RUNTIMES, RuntimeOption
 from components.common.runtimes.selection import RuntimeSelection, not_measured_here, select_runtime
@@ -287,6 +287,6 @@ def answer_table(
     known, rows = answers_of(task), []
     empty: Answer = {name: None if kind == "text" else [] for name, kind in known.columns.items()}
     for output, data in zip((row for batch in outputs for row in batch), encoded, strict=True):
-        view = View.of(rgb(data).size, transform)
+        view = View.of(upright_size(data), transform)
         rows.append(known.answer(output, classes, view) if np.isfinite(output).all() else empty)
     return pd.DataFrame(rows, columns=list(known.columns))

@@ -13,8 +13,9 @@ from PIL import Image
 from components.common.contracts.errors import UserError
 from components.common.data.baseline import baseline_file, image_statistics
 from components.common.data.dali_pipelines import ImageBatches, LoadedImage
+from components.common.data.image_files import upright_size
 from components.serve.admission_control import PendingRequests, refusal
-from components.serve.repository_check import STATISTICS_TENSOR, open_from
+from components.serve.repository_check import SIZES_TENSOR, STATISTICS_TENSOR, open_from
 from components.serve.shadow import KEYS, Sampler
 
 MAX_IMAGE_BYTES = 64 << 20  # of one encoded image; what newer Tritons take of a whole HTTP request
@@ -33,6 +34,7 @@ class TritonPythonModel:
         self._sampler = Sampler.of(repository)
         self._output = manifest.shapes.input_name
         self._transform = manifest.transform
+        self._sends_sizes = manifest.task != "classification"
         self._counts = baseline_file(manifest.precision) in manifest.files
         self._images = ImageBatches(manifest.transform, min(_MOST_DECODED, manifest.shapes.max_batch))
         self._images.load_each([_white()], ["warm-up"])
@@ -63,6 +65,9 @@ class TritonPythonModel:
             sizes = [image.num_sent for image in loaded]
             statistics = np.stack([*image_statistics(batch, self._transform), sizes], axis=1)  # as IMAGE_STATISTICS
             tensors.append(pb.Tensor(STATISTICS_TENSOR, statistics.astype(np.float32)))
+        if self._sends_sizes:
+            sizes_sent = [upright_size(data) for data in sent]
+            tensors.append(pb.Tensor(SIZES_TENSOR, np.array(sizes_sent, np.int64)))
         if self._sampler is not None:
             tensors.append(pb.Tensor(KEYS, self._sampler.sample(request.request_id, sent)))
         return pb.InferenceResponse(tensors)

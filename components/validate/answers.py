@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw
 
 from components.common.contracts.manifests import Artifact, BundleManifest
 from components.common.contracts.records import Precision
-from components.common.data.image_files import rgb
+from components.common.data.image_files import rgb, upright_size
 from components.common.runtimes import RuntimeOption
 from components.common.runtimes.selection import select_runtimes
 from components.common.tasks.answers import Answer, View, answers_of
@@ -45,7 +45,7 @@ def answer_images(
     found = []
     try:
         for file, image in zip(files, inputs, strict=True):
-            view = View.of(rgb(file.read_bytes()).size, record.transform)
+            view = View.of(upright_size(file.read_bytes()), record.transform)
             for selection in selections:
                 answer, note = None, selection.note
                 if selection.runner is not None:
@@ -71,7 +71,7 @@ def picture(bundle: BundleManifest, found: Sequence[Answered]) -> bytes:
         image = rgb(each.file.read_bytes())
         tiles = rows.setdefault(each.file, [(each.file.name, image)])
         if each.answer is not None:
-            tiles.append((each.precision.upper(), task.drawn(image, each.answer, bundle.classes)))
+            tiles.append((each.precision.upper(), task.drawn(image, each.answer)))
     step = _TILE_SIDE + _GAP
     width, height = step * max(map(len, rows.values())) + _GAP, (step + _TEXT_HEIGHT) * len(rows) + _GAP
     whole = Image.new("RGB", (width, height), "white")

@@ -1,21 +1,23 @@
 """`enginery predict`: what a model server says of images."""
 
 import asyncio
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.markup import escape
 
 from components.common.contracts.errors import EngineryError, UserError, shown
-from enginery.cli.options import finite, server_model, server_url, timeout
+from enginery.cli.options import PATH, finite, server_model, server_url, timeout
 from enginery.formats import echo, new_console, new_table
 from enginery.serving.client.client import find_images
 
 if TYPE_CHECKING:
+    from components.common.tasks.answers import Answers
     from enginery.serving.client.client import Answer
 
 _STDIN = "-"
@@ -27,6 +29,9 @@ _STDIN = "-"
 @server_model
 @click.option("--top-k", default=3, type=click.IntRange(1), show_default=True, help="Classes for each image.")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON instead of a table.")
+@click.option(
+    "--picture", type=PATH, metavar="FILE.png|DIR", help="Of boxes and masks: also draw them; a folder for many images."
+)
 @timeout(10.0)
 @click.option(
     "--retry",
@@ -43,6 +48,7 @@ def predict(
     model: str | None,
     top_k: int,
     as_json: bool,
+    picture: Path | None,
     timeout: float,
     retry: float,
     concurrency: int,
@@ -52,24 +58,33 @@ def predict(
     An image that can't be answered is said, and the others are answered; the exit code is then 2, or 1 if the server
     was at fault.
     """
+    from components.common.tasks.answers import answers_of
     from enginery.serving.client.client import AsyncClient
     from enginery.serving.client.transport import RetryPolicy
 
     named = list(_named_images(images))
+    if picture is not None:
+        _check_picture(picture, len(named))
 
-    async def ask() -> tuple[str, "list[Answer | EngineryError]"]:
+    async def ask() -> "tuple[str, Answers | None, list[Answer | dict[str, Any] | EngineryError]]":
         async with AsyncClient(url, model=model, retry=RetryPolicy(timeout_s=timeout, retry_s=retry)) as client:
             served = await client.classifier()
             reads = [read for _, read in named]
+            if served.answer_output:
+                task = answers_of((await client.parameters()).get("task", ""))
+                found = client.each(reads, client.answer, concurrency=concurrency)
+                return served.name, task, [answer async for answer in found]
             each = client.classify_each(reads, top_k=top_k, concurrency=concurrency)
-            return served.name, [answer async for answer in each]
+            return served.name, None, [answer async for answer in each]
 
-    name, answers = asyncio.run(ask())
+    name, task, answers = asyncio.run(ask())
     names = [image for image, _ in named]
+    if picture is not None:
+        _draw(picture, named, answers, task)
     if as_json:
         click.echo(json.dumps({"url": url, "model": name, "results": _as_json(names, answers)}, indent=1))
     else:
-        _print_table(names, answers, top_k)
+        _print_table(names, answers, top_k, task)
     _end(names, answers)
 
 
@@ -117,24 +132,81 @@ def _not_empty(content: bytes) -> bytes:
     return content
 
 
-def _as_json(names: Sequence[str], answers: "Sequence[Answer | EngineryError]") -> list[dict[str, object]]:
+def _check_picture(picture: Path, num_images: int) -> None:
+    """See that pictures can be written, before anything is asked."""
+    if num_images > 1 or picture.suffix.lower() != ".png":
+        try:
+            picture.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--picture {picture} can't be a folder: {error.strerror}; name another",
+                code="no-output",
+                setting="--picture",
+            ) from None
+
+
+def _draw(
+    picture: Path,
+    named: Sequence[tuple[str, Callable[[], bytes]]],
+    answers: "Sequence[Answer | dict[str, Any] | EngineryError]",
+    task: "Answers | None",
+) -> None:
+    """Write images with their answers: into a folder by their numbers and names, or one into a file."""
+    from components.common.data.image_files import rgb
+
+    if task is None:
+        message = "the model names classes, which no picture shows; leave --picture out"
+        raise UserError(message, code="other-task", setting="--picture")
+    for number, ((name, read), answer) in enumerate(zip(named, answers, strict=True), 1):
+        if not isinstance(answer, dict) or name == "standard input":
+            continue
+        file = picture / f"{number:04d}-{Path(name).stem}.png" if picture.is_dir() else picture
+        encoded = io.BytesIO()
+        try:
+            task.drawn(rgb(read()), answer).save(encoded, "PNG")
+            file.write_bytes(encoded.getvalue())
+        except OSError as error:
+            message = f"can't write {file}: {error.strerror}; name another with --picture"
+            raise UserError(message, code="no-output", setting="--picture") from None
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # whatever a server may send
+            message = f"the server's answer to {name} can't be drawn ({shown(str(error))}): is it one of enginery's?"
+            raise EngineryError(message, code="unknown-answer") from None
+
+
+def _as_json(
+    names: Sequence[str], answers: "Sequence[Answer | dict[str, Any] | EngineryError]"
+) -> list[dict[str, object]]:
     results: list[dict[str, object]] = []
     for name, answer in zip(names, answers, strict=True):
         if isinstance(answer, EngineryError):
             results.append({"image": name, "error": str(answer)})
+        elif isinstance(answer, dict):
+            results.append({"image": name, **answer})
         else:
             results.append({"image": name, "labels": answer.labels, "probabilities": answer.probabilities})
     return results
 
 
-def _print_table(names: Sequence[str], answers: "Sequence[Answer | EngineryError]", top_k: int) -> None:
-    good = [answer for answer in answers if not isinstance(answer, EngineryError)]
+def _print_table(
+    names: Sequence[str],
+    answers: "Sequence[Answer | dict[str, Any] | EngineryError]",
+    top_k: int,
+    task: "Answers | None",
+) -> None:
+    if task is not None:
+        table = new_table("image", "answer")
+        for name, answer in zip(names, answers, strict=True):
+            if isinstance(answer, dict):
+                table.add_row(escape(name), escape(task.summary(answer)))
+        new_console().print(table)
+        return
+    good = [answer for answer in answers if not isinstance(answer, EngineryError | dict)]
     if not good:
         return
     columns = min(top_k, max((len(answer.labels) for answer in good), default=1) or 1)
     table = new_table("image", *(f"top {rank + 1}" for rank in range(columns)))
     for name, answer in zip(names, answers, strict=True):
-        if isinstance(answer, EngineryError):
+        if isinstance(answer, EngineryError | dict):
             continue
         cells = [
             f"{escape(label)} {100 * share:.2f} %"
@@ -144,7 +216,7 @@ def _print_table(names: Sequence[str], answers: "Sequence[Answer | EngineryError
     new_console().print(table)
 
 
-def _end(names: Sequence[str], answers: "Sequence[Answer | EngineryError]") -> None:
+def _end(names: Sequence[str], answers: "Sequence[Answer | dict[str, Any] | EngineryError]") -> None:
     """One line for each image without an answer, and the exit code."""
     failed = [(name, answer) for name, answer in zip(names, answers, strict=True) if isinstance(answer, EngineryError)]
     for name, error in failed:

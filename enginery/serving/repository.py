@@ -30,7 +30,15 @@ from components.common.contracts.transforms import ShapeSpec
 from components.common.data.baseline import IMAGE_STATISTICS, baseline_file
 from components.common.registry.trust import sign_folder
 from components.common.runtimes import RUNTIMES
-from components.serve.repository_check import CPU, STATISTICS_TENSOR, VERSION, open_repository
+from components.common.tasks import TaskName
+from components.serve.repository_check import (
+    ANSWER_TENSOR,
+    CPU,
+    SIZES_TENSOR,
+    STATISTICS_TENSOR,
+    VERSION,
+    open_repository,
+)
 from components.serve.shadow import KEYS
 from enginery.new_folders import check_new, new_folder
 from enginery.serving.sources import ModelSource
@@ -152,9 +160,10 @@ def model_config(
     names: ModelNames,
     shapes: ShapeSpec,
     *,
-    num_classes: int,
+    output_size: Sequence[int],
     top_k: int,
     batching: Batching,
+    task: TaskName = "classification",
     counted: Sequence[str] = (),
     instances: int = 1,
     plans: Mapping[str, str] = MappingProxyType({}),
@@ -168,19 +177,22 @@ def model_config(
             or by TensorRT; the names of classes.
         names: of the models.
         shapes: of the network.
-        num_classes: of the network.
+        output_size: of the network, for one image: the number of classes of a classifier.
         top_k: classes for each image.
         batching: of the network.
+        task: what it is for: others than classification answer in JSON.
         counted: tensors that the last model counts or hands on besides the network's output: image statistics,
-            numbers of samples, and images.
+            sizes of images, numbers of samples, and images.
         instances: of the model.
         plans: file in the network's version folder by compute capability, such as "9.0".
         parameters: of the ensemble, which tell a client what is served.
     """
     image = ("IMAGE", "TYPE_STRING", [1])
     pixels = (shapes.input_name, "TYPE_FP32", list(shapes.input_shape(1)[1:]))
-    logits = (shapes.output_name, "TYPE_FP32", [num_classes])
-    answers = [("LABELS", "TYPE_STRING", [top_k]), ("PROBABILITIES", "TYPE_FP32", [top_k])]
+    logits = (shapes.output_name, "TYPE_FP32", list(output_size))
+    answers = [(ANSWER_TENSOR, "TYPE_STRING", [1])]
+    if task == "classification":
+        answers = [("LABELS", "TYPE_STRING", [top_k]), ("PROBABILITIES", "TYPE_FP32", [top_k])]
     extra = [entry for entry in (*_COUNTED, image) if entry[0] in counted]
     made = [entry for entry in extra if entry is not image]
     ends: dict[Kind, tuple[str, list[Any], list[Any]]] = {
@@ -222,7 +234,7 @@ def model_config(
         instances=instances,
         plans=plans,
         graphs=[(below + 1, size) for below, size in zip((0, *sizes), sizes, strict=False)],
-        labels_file=LABELS_FILE,
+        labels_file=LABELS_FILE if task == "classification" else "",
         parameters=parameters,
     )
 
@@ -235,6 +247,7 @@ def _graph_sizes(largest: int, shapes: ShapeSpec) -> tuple[int, ...]:
 
 _COUNTED = (
     (STATISTICS_TENSOR, "TYPE_FP32", [len(IMAGE_STATISTICS)]),
+    (SIZES_TENSOR, "TYPE_INT64", [2]),
     (KEYS, "TYPE_INT64", [1]),
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{,199}")  # the names of folders, with what ModelNames adds
@@ -314,6 +327,13 @@ def write_repository(
             code="stripped-plan",
             setting="export.engine_options",
         )
+    if config.shadow_share and bundle.task != "classification":
+        raise UserError(
+            f"a challenger can be compared with a classifier alone, and {bundle.architecture} is of {bundle.task}; "
+            "leave --shadow-share out",
+            code="other-task",
+            setting="shadow_share",
+        )
     with new_folder(output, "a model repository") as temporary:
         _Writer(source, temporary, name, config).write()
         for file, statement in source.statements.items():
@@ -334,6 +354,18 @@ def gpu_server_options(repository: RepositoryManifest) -> tuple[str, ...]:
     return ()
 
 
+def _output_size(source: ModelSource) -> tuple[int, ...]:
+    """Of the network, for one image, as its FP32 file says; of a classifier its classes."""
+    bundle = source.bundle.manifest
+    if bundle.task == "classification":
+        return (len(bundle.classes),)
+    import onnx
+
+    file = source.bundle.file(bundle.models["fp32"])
+    (output,) = onnx.load(file, load_external_data=False).graph.output
+    return tuple(size.dim_value for size in output.type.tensor_type.shape.dim[1:])
+
+
 class _Writer:
     """Puts one repository into an empty folder."""
 
@@ -351,6 +383,8 @@ class _Writer:
         self.baseline = baseline if report is not None and baseline in report.manifest.files else ""  # of older ones
         self.counted = (STATISTICS_TENSOR, *(["IMAGE"] if config.keep_examples else [])) if self.baseline else ()
         self.counted += (KEYS,) if config.shadow_share else ()
+        self.counted += (SIZES_TENSOR,) if self.bundle.task != "classification" else ()
+        self.output_size = _output_size(source)
 
     def write(self) -> None:
         """All models, and the manifest last."""
@@ -364,13 +398,14 @@ class _Writer:
         self._config("preprocess", self.names.preprocess, batching, instances=instances)
         if plans:
             self._config("preprocess", self.names.preprocess, cpu, variant=CPU)
-        self._model(self.names.labels, "labels")
+        self._model(self.names.labels, "labels" if self.bundle.task == "classification" else "answers")
         self._config("labels", self.names.labels, cpu)
         seal(
             self.root,
             RepositoryManifest,
             inputs=self.source.digests,
             config=self.config,
+            task=self.bundle.task,
             name=self.names.ensemble,
             version=self.source.version,
             precision=self.source.precision,
@@ -415,6 +450,7 @@ class _Writer:
             "model": self.source.name,
             "version": self.source.version,
             "precision": self.source.precision,
+            **({} if self.bundle.task == "classification" else {"task": self.bundle.task}),
             **{f"{part}_digest": digest for part, digest in self.source.digests.items()},
         }
         for runtime, variant in (("tensorrt", ""), ("openvino", CPU)) if self.engines else (("openvino", ""),):
@@ -435,7 +471,7 @@ class _Writer:
         folder, bundle = self.root / name, self.bundle
         file = folder / "configs" / f"{variant}.pbtxt" if variant else folder / _CONFIG
         file.parent.mkdir(exist_ok=True)
-        sizes = {"num_classes": len(bundle.classes), "top_k": self.top_k}
+        sizes = {"output_size": self.output_size, "top_k": self.top_k, "task": bundle.task}
         own = {**sizes, "batching": batching, "counted": self.counted, **options}
         file.write_text(model_config(kind, self.names, bundle.shapes, **own), encoding="utf-8")
 

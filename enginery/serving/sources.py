@@ -15,7 +15,6 @@ from components.common.contracts.manifests import (
     Artifact,
     BundleManifest,
     ReportManifest,
-    check_task,
     load,
 )
 from components.common.contracts.records import EngineEntry, Precision
@@ -178,10 +177,9 @@ def of_chain(
 
 def _bundle_alone(folder: Path, precision: Precision | None) -> ModelSource:
     bundle = load(folder, BundleManifest, verify=ALL_FILES)
-    check_task(f"the bundle {folder}", bundle.manifest.task, "classification", "serve a classifier")
     check_chain(f"the bundle {folder}", {"bundle": bundle.digest}, read_statements(folder))
     return ModelSource(
-        name=bundle.manifest.architecture,
+        name=bundle.manifest.architecture.replace("/", "-"),
         version="",
         precision=precision or "int8",
         bundle=bundle,

@@ -22,6 +22,7 @@ from components.validate.config import ValidateConfig
 from components.validate.run import run as validate
 from tests.conftest import Shared
 
+from . import shapes
 from .networks import build, digits_network, read_here, shapes_of
 from .registered import (
     NAME,
@@ -96,6 +97,12 @@ def refused(proved: Proved, shared: Shared) -> Proved:
             measure(folder / "bundle", proved.dataset.path, folder, IMPOSSIBLE)
 
     return Proved(dataset=proved.dataset, folder=shared("refused", build))
+
+
+@pytest.fixture(scope="session")
+def segmentation_chain(shared: Shared) -> shapes.Chain:
+    """Dataset, checkpoint, bundle and report of a network that segments."""
+    return shapes.segmentation_chain(shared)
 
 
 @pytest.fixture

@@ -228,6 +228,7 @@ class RepositoryManifest(Manifest):
     """A model repository for Triton: one promoted precision of a bundle."""
 
     kind: Literal["repository"] = "repository"
+    task: TaskName = "classification"
     name: str = Field(description="Of the ensemble that takes encoded images; the other models' names begin with it.")
     version: str = Field(description="Of the registered model; empty for a bundle that came from no registry.")
     precision: Precision

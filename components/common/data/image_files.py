@@ -25,6 +25,7 @@ _TRANSPOSITIONS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_TURNING = (5, 6, 7, 8)  # orientations that swap width and height
 _ACCEPTED = "take a JPEG, PNG, WebP, BMP or TIFF of 8 bits per channel"
 
 
@@ -54,6 +55,17 @@ def from_16_bit(gray: Image.Image) -> Image.Image:
     """Take the upper bytes, which come first only in I;16B. Without numpy, which every worker would load."""
     upper = gray.tobytes()[gray.mode != "I;16B" :: 2]
     return Image.frombytes("L", gray.size, upper).convert("RGB")
+
+
+def upright_size(data: bytes) -> tuple[int, int]:
+    """Width and height of an image that was checked, upright, without decoding it."""
+    image = open_image(data)
+    width, height = image.size
+    try:
+        orientation = int(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # Pillow's EXIF parser raises anything
+        return width, height
+    return (height, width) if orientation in _TURNING else (width, height)
 
 
 def rgb(data: bytes) -> Image.Image:

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from components.common.contracts.transforms import TransformSpec
-from components.common.tasks import TaskName
+from components.common.tasks import TASKS
 
 Answer = dict[str, Any]  # strings, numbers and lists of them
 
@@ -52,16 +52,22 @@ class Answers:
     """A task's module."""
 
     columns: dict[str, str]
-    """Keys of an answer, and what each holds: "text", "texts", "numbers", or "lists" of numbers."""
+    """Keys of an answer, and what each holds: "text", "texts", "integers", "numbers", or "lists" of numbers."""
     answer: Callable[[np.ndarray, Sequence[str], View], Answer]
     """From a model's output for one image, [...] float; the names of classes; and what the model saw."""
-    drawn: Callable[[Image.Image, Answer, Sequence[str]], Image.Image]
+    drawn: Callable[[Image.Image, Answer], Image.Image]
     """The image, RGB, with the answer."""
     summary: Callable[[Answer], str]
     """The answer in a few words."""
 
 
-def answers_of(task: TaskName) -> Answers:
-    """A task's answers; not of classification."""
+def answers_of(task: str) -> Answers:
+    """A task's answers, by a name that a server may have sent; not of classification.
+
+    Raises:
+        ValueError: it is no such name.
+    """
+    if task not in TASKS or task == "classification":
+        raise ValueError(f"{task!r} is no task that answers with boxes or masks")
     found: Answers = import_module(f"components.common.tasks.{task}.answers").ANSWERS
     return found

@@ -1,9 +1,11 @@
 """The client of a model server, for asyncio and for synchronous code, and what a server says of its models."""
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -38,13 +40,14 @@ def find_images(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierModel:
-    """A model from an image file to labels. Names are the server's."""
+    """A model from an image file to labels, or to an answer in JSON. Names are the server's."""
 
     name: str
     image_input: str  # BYTES, one image file
-    labels_output: str  # BYTES [k], the likeliest first
-    probabilities_output: str  # FP32 [k]
     batched: bool  # the shapes begin with a batch
+    labels_output: str = ""  # BYTES [k], the likeliest first
+    probabilities_output: str = ""  # FP32 [k]
+    answer_output: str = ""  # BYTES [1]; of models that find boxes or masks, which have it alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,15 +144,16 @@ def _classifier(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> Class
         return None
     labels = [entry["name"] for entry in outputs if entry["datatype"] == "BYTES"]
     probabilities = [entry["name"] for entry in outputs if entry["datatype"] == "FP32"]
-    if len(labels) != 1 or len(probabilities) != 1:
+    own = {"labels_output": labels[0], "probabilities_output": probabilities[0]} if labels and probabilities else {}
+    if labels == [ANSWER_OUTPUT] and not probabilities:
+        own = {"answer_output": ANSWER_OUTPUT}
+    if not own or len(labels) > 1 or len(probabilities) > 1:
         return None
-    return ClassifierModel(
-        name=metadata["name"],
-        image_input=inputs[0]["name"],
-        labels_output=labels[0],
-        probabilities_output=probabilities[0],
-        batched=int(config.get("max_batch_size", 0)) > 0,
-    )
+    batched = int(config.get("max_batch_size", 0)) > 0
+    return ClassifierModel(name=metadata["name"], image_input=inputs[0]["name"], batched=batched, **own)
+
+
+ANSWER_OUTPUT = "ANSWER"  # as components/serve/answers.py calls it, which needs the server's Python
 
 
 Result = TypeVar("Result")
@@ -254,33 +258,62 @@ class AsyncClient:
             RequestRefused: the server says that this is no image.
             ServingError: no answer; `kind` says why.
         """
-        model = await self.classifier()
-        content = np.empty((1, 1) if model.batched else (1,), dtype=np.object_)
-        content.fill(image)
-        outputs = await self._ask(lambda transport: transport.infer(model.name, {model.image_input: content}))
+        model, outputs = await self._infer(image)
+        if model.answer_output:
+            raise UserError(f"{model.name} finds boxes or masks, and no classes; use `answer`", code="other-task")
         labels = [label.decode() for label in outputs[model.labels_output].reshape(-1)[:top_k]]
         shares = [float(share) for share in outputs[model.probabilities_output].reshape(-1)[:top_k]]
         named = [pair for pair in zip(labels, shares, strict=True) if pair[0]]
         return Answer(labels=tuple(label for label, _ in named), probabilities=tuple(share for _, share in named))
 
-    async def classify_each(
+    async def answer(self, image: bytes) -> dict[str, Any]:
+        """Boxes or masks of one image, as the server's JSON has them: see docs/client.md.
+
+        Raises:
+            UserError: the model is a classifier.
+            RequestRefused: the server says that this is no image.
+            ServingError: no answer; `kind` says why.
+        """
+        model, outputs = await self._infer(image)
+        if not model.answer_output:
+            raise UserError(f"{model.name} finds classes, and no boxes or masks; use `classify`", code="other-task")
+        found: dict[str, Any] = json.loads(outputs[model.answer_output].reshape(-1)[0])
+        return found
+
+    async def _infer(self, image: bytes) -> tuple[ClassifierModel, dict[str, np.ndarray]]:
+        model = await self.classifier()
+        content = np.empty((1, 1) if model.batched else (1,), dtype=np.object_)
+        content.fill(image)
+        return model, await self._ask(lambda transport: transport.infer(model.name, {model.image_input: content}))
+
+    def classify_each(
         self,
         images: Iterable[Callable[[], bytes]],
         *,
         top_k: int = 5,
         concurrency: int = DEFAULT_CONCURRENCY,
     ) -> AsyncIterator[Answer | UserError | ServingError]:
+        """See `each`."""
+        return self.each(images, partial(self.classify, top_k=top_k), concurrency=concurrency)
+
+    async def each(
+        self,
+        images: Iterable[Callable[[], bytes]],
+        ask: Callable[[bytes], Awaitable[Result]],
+        *,
+        concurrency: int = DEFAULT_CONCURRENCY,
+    ) -> AsyncIterator[Result | UserError | ServingError]:
         """Answers in the order of the images; what went wrong with one stands in its place.
 
         Args:
             images: functions that read one image each, called when its turn comes: few are in memory at once.
-            top_k: see `classify`.
+            ask: `classify` or `answer`.
             concurrency: requests on their way at the same time.
         """
-        running: list[asyncio.Task[Answer | UserError | ServingError]] = []
+        running: list[asyncio.Task[Result | UserError | ServingError]] = []
         try:
             for read in images:
-                running.append(asyncio.create_task(self._classify_one(read, top_k)))
+                running.append(asyncio.create_task(_one(read, ask)))
                 if len(running) >= concurrency:
                     yield await running.pop(0)
             while running:
@@ -315,12 +348,6 @@ class AsyncClient:
         """
         await self._ask(lambda transport: transport.load(model, config))
 
-    async def _classify_one(self, read: Callable[[], bytes], top_k: int) -> Answer | UserError | ServingError:
-        try:
-            return await self.classify(read(), top_k=top_k)
-        except (UserError, ServingError) as error:
-            return error
-
     async def _ask(self, call: Callable[[Transport], Awaitable[Result]]) -> Result:
         return await with_retries(lambda: call(self._open()), self._retry, self.address, self._note_retry)
 
@@ -331,6 +358,15 @@ class AsyncClient:
 
     def _note_retry(self) -> None:
         self.num_retries += 1
+
+
+async def _one(
+    read: Callable[[], bytes], ask: Callable[[bytes], Awaitable[Result]]
+) -> Result | UserError | ServingError:
+    try:
+        return await ask(read())
+    except (UserError, ServingError) as error:
+        return error
 
 
 class Client:
@@ -367,6 +403,10 @@ class Client:
     def classify(self, image: bytes, *, top_k: int = 5) -> Answer:
         """See AsyncClient."""
         return self._run(self._client.classify(image, top_k=top_k))
+
+    def answer(self, image: bytes) -> dict[str, Any]:
+        """See AsyncClient."""
+        return self._run(self._client.answer(image))
 
     def classify_all(self, images: Sequence[bytes], *, top_k: int = 5) -> list[Answer | UserError | ServingError]:
         """An answer for each image, in order; what went wrong with one stands in its place."""

@@ -34,7 +34,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def config_of(kind: Any, **options: Any) -> str:
-    own = {"num_classes": 1000, "top_k": 5, "batching": BATCHING, "counted": COUNTED, **options}
+    own = {"output_size": [1000], "top_k": 5, "batching": BATCHING, "counted": COUNTED, **options}
     return model_config(kind, NAMES, SHAPES, **own)
 
 

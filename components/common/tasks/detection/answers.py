@@ -19,16 +19,18 @@ def _answer(output: np.ndarray, classes: Sequence[str], view: View) -> Answer:
     found = detect(output, (side, side), min_score=MIN_SCORE)
     return {
         "classes": [classes[index] for index in found.classes],
+        "labels": found.classes.tolist(),
         "scores": [round(float(score), 6) for score in found.scores],
         "boxes": [[round(float(each), 2) for each in box] for box in view.of_image(found.boxes)],
     }
 
 
-def _drawn(image: Image.Image, answer: Answer, classes: Sequence[str]) -> Image.Image:
+def _drawn(image: Image.Image, answer: Answer) -> Image.Image:
     picture, colours = image.copy(), palette()
     draw, width = ImageDraw.Draw(picture), max(1, round(min(image.size) / 200))
-    for name, score, box in zip(answer["classes"], answer["scores"], answer["boxes"], strict=True):
-        colour = tuple(colours[classes.index(name) + 1].tolist())
+    named = zip(answer["classes"], answer["labels"], answer["scores"], answer["boxes"], strict=True)
+    for name, label, score, box in named:
+        colour = tuple(colours[label % 254 + 1].tolist())
         draw.rectangle(box, outline=colour, width=width)
         draw.text((box[0] + width + 1, box[1] + width), f"{name} {score:.2f}", fill=colour)
     return picture
@@ -41,7 +43,7 @@ def _summary(answer: Answer) -> str:
 
 
 ANSWERS = Answers(
-    columns={"classes": "texts", "scores": "numbers", "boxes": "lists"},
+    columns={"classes": "texts", "labels": "integers", "scores": "numbers", "boxes": "lists"},
     answer=_answer,
     drawn=_drawn,
     summary=_summary,

@@ -13,6 +13,7 @@ from components.common.tasks.pictures import coloured
 
 _MOST_NAMED = 4  # in a summary
 _OPACITY = 0.55
+_MAX_SIDE = 8192  # px
 
 
 def _answer(output: np.ndarray, classes: Sequence[str], view: View) -> Answer:
@@ -31,12 +32,20 @@ def _answer(output: np.ndarray, classes: Sequence[str], view: View) -> Answer:
 
 
 def mask_of(answer: Answer) -> np.ndarray:
-    """[H, W] uint8: the number of each pixel's class."""
-    return np.asarray(open_image(base64.b64decode(answer["mask"])))
+    """[H, W] uint8: the number of each pixel's class.
+
+    Raises:
+        ValueError: it is no such mask; a server may send anything.
+    """
+    image = open_image(base64.b64decode(answer["mask"], validate=True))
+    if image.mode != "L" or max(image.size) > _MAX_SIDE:
+        raise ValueError(f"a mask of {image.size[0]}x{image.size[1]} pixels in mode {image.mode}")
+    return np.asarray(image)
 
 
-def _drawn(image: Image.Image, answer: Answer, classes: Sequence[str]) -> Image.Image:
-    left, top, right, bottom = (round(each) for each in answer["region"])
+def _drawn(image: Image.Image, answer: Answer) -> Image.Image:
+    within = np.clip(answer["region"], 0, [*image.size, *image.size])
+    left, top, right, bottom = (round(each) for each in within.tolist())
     mask = Image.fromarray(mask_of(answer)).resize((right - left, bottom - top), Image.Resampling.NEAREST)
     layer = image.copy()
     layer.paste(coloured(np.asarray(mask)), (left, top))

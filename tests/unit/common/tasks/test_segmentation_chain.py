@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,52 +28,19 @@ from components.export.config import ExportConfig
 from components.export.run import run as export
 from components.gate.config import GateConfig
 from components.gate.run import run as gate
-from components.preprocess.config import PreprocessConfig
-from components.preprocess.run import run as preprocess
 from components.promote.packaging import write_model
 from components.train.config import TrainConfig
 from components.train.training import train
-from components.validate.config import ValidateConfig
 from components.validate.inspect import inspect, load_input
-from components.validate.run import run as validate
 from enginery.cli.inspect import inspect as inspect_command
-from enginery.datasets.shapes import CLASSES, write_shapes
-from tests.conftest import Shared
+from enginery.datasets.shapes import CLASSES
 from tests.unit.refusals import refuses
-
-THRESHOLDS = {"max_drop_points": 100.0, "min_relative_score_pct": 0.0, "min_validation_images": 10}
-THRESHOLDS |= {"require_above_chance": False}
+from tests.unit.shapes import THRESHOLDS, Chain
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chain:
-    """Folders of the artifacts."""
-
-    folder: Path
-
-    def __getattr__(self, name: str) -> Path:
-        return self.folder / name
-
-
-@pytest.fixture(scope="module")
-def chain(shared: Shared) -> Chain:
-    def build(folder: Path) -> None:
-        write_shapes(folder / "data", num_train=96, num_val=48, image_size=64)
-        log, data = StepLog("test"), folder / "dataset"
-        settings: dict[str, object] = {"data": str(folder / "data"), "task": "segmentation"}
-        preprocess(resolve(PreprocessConfig, "preprocess", settings), log, output=data)
-        settings = {"architecture": "segmentation/fpn_small", "image_size": 64, "epochs": 2, "optimizer": "adamw"}
-        settings |= {"global_batch_size": 16, "learning_rate": 0.064, "num_processes": 1, "resize_ratio": 1.0}
-        train(resolve(TrainConfig, "train", settings), log, dataset=data, output=folder / "checkpoint")
-        settings = {"tensorrt": "off", "num_ranking_images": 4, "mixed_engines": 0, "num_calibration_images": 32}
-        source = {"model": folder / "checkpoint", "dataset": data}
-        export(resolve(ExportConfig, "export", settings), log, **source, output=folder / "bundle")
-        settings = {"benchmark_seconds": 0.02, "benchmark_warmup_seconds": 0.0, "min_iterations": 1}
-        settings |= {"benchmark_batch_sizes": [1], "gate": THRESHOLDS, "corruptions": True}
-        source = {"bundle": folder / "bundle", "dataset": data}
-        validate(resolve(ValidateConfig, "validate", settings), log, **source, output=folder / "report")
-
-    return Chain(folder=shared("segmentation_chain", build))
+@pytest.fixture
+def chain(segmentation_chain: Chain) -> Chain:
+    return segmentation_chain
 
 
 def test_every_artifact_says_what_it_is_of(chain: Chain) -> None:
@@ -110,7 +76,10 @@ def test_the_report_is_on_miou_with_a_bootstrap_interval(chain: Chain) -> None:
 
 
 def test_the_page_speaks_of_pixels_and_shows_masks(chain: Chain) -> None:
-    page, card = (chain.report / "report.html").read_text(), (chain.report / "model_card.md").read_text()
+    page, card = (
+        (chain.report / "report.html").read_text(),
+        (chain.report / "model_card.md").read_text(),
+    )
     report = json.loads((chain.report / "report.json").read_text())
     assert page.count("<img ") == len(report["disagreements"]) > 0
     for text in (page, card):
@@ -203,4 +172,10 @@ def test_steps_refuse_what_is_of_another_task(chain: Chain, tmp_path: Path, digi
     with refuses("other-task"):
         export(settings, log, model=chain.checkpoint, dataset=digits_dataset.path, output=tmp_path / "bundle")
     with refuses("wrong-output-shape"):  # own ONNX files are classifiers
-        export(settings, log, model=chain.bundle / "fp32.onnx", dataset=chain.dataset, output=tmp_path / "own")
+        export(
+            settings,
+            log,
+            model=chain.bundle / "fp32.onnx",
+            dataset=chain.dataset,
+            output=tmp_path / "own",
+        )

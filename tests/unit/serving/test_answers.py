@@ -1,0 +1,83 @@
+"""A real Triton that answers with masks: what the Python model says of the same images, as JSON, table and pictures."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import BundleManifest, load
+from components.common.tasks.segmentation.answers import mask_of
+from components.promote.pyfunc import BundleModel
+from enginery.cli.predict import predict
+from enginery.serving.client.client import Client
+from enginery.serving.client.transport import RequestRefused
+from enginery.serving.repository import RepositoryConfig, write_repository
+from enginery.serving.sources import find_source
+from tests.unit.refusals import refuses
+from tests.unit.shapes import Chain
+
+from .conftest import Running, serving
+
+
+@pytest.fixture(scope="module")
+def masks(triton, segmentation_chain: Chain, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("masks")
+    with find_source(str(segmentation_chain.bundle), "int8") as source:
+        write_repository(source, folder / "models", RepositoryConfig(name="shapes", max_wait_s=60))
+    with serving(folder / "models", folder) as running:
+        yield running
+
+
+@pytest.fixture
+def files(segmentation_chain: Chain, tmp_path: Path) -> list[Path]:
+    """Validation images; the last one is wider than high."""
+    found = sorted((segmentation_chain.data / "val" / "images").iterdir())[:6]
+    wide = Image.new("RGB", (128, 64))
+    wide.paste(Image.open(found[0]), (32, 0))
+    wide.save(tmp_path / "wide.png")
+    return [*found, tmp_path / "wide.png"]
+
+
+def test_answers_are_those_of_the_python_model(masks: Running, segmentation_chain: Chain, files: list[Path]) -> None:
+    model = BundleModel(load(segmentation_chain.bundle, BundleManifest), "int8", "auto")
+    expected = model.predict([file.read_bytes() for file in files]).to_dict("records")
+    with Client(f"http://127.0.0.1:{masks.http}") as client:
+        found = [client.answer(file.read_bytes()) for file in files]
+        assert client.parameters()["task"] == "segmentation"
+        with refuses("other-task"):
+            client.classify(files[0].read_bytes())
+        with pytest.raises(RequestRefused):
+            client.answer(b"no image")
+    assert found == expected
+    assert found[-1]["region"] == [32, 0, 96, 64]
+
+
+def test_predict_writes_json_and_pictures(masks: Running, files: list[Path], tmp_path: Path) -> None:
+    url, folder = ["--url", f"http://127.0.0.1:{masks.http}"], tmp_path / "pictures"
+    names = [str(file) for file in files]
+    done = CliRunner().invoke(predict, [*names, *url, "--json", "--picture", str(folder)])
+    assert done.exit_code == 0, done.output
+    results = json.loads(done.output)["results"]
+    assert [entry["image"] for entry in results] == names
+    drawn = sorted(folder.iterdir())
+    assert len(drawn) == len(files)
+    # Outside of what the model sees the picture is the image.
+    picture, image = (np.asarray(Image.open(file).convert("RGB")) for file in (drawn[-1], files[-1]))
+    assert np.array_equal(picture[:, :32], image[:, :32])
+    changed = (picture[:, 32:96] != image[:, 32:96]).any(axis=-1)
+    assert changed.mean() > 0.9
+    assert mask_of(results[-1]).shape == (64, 64)
+    table = CliRunner().invoke(predict, [names[0], *url, "--picture", str(tmp_path / "one.png")])
+    assert results[0]["classes"][0] in table.output
+    assert Image.open(tmp_path / "one.png").size == (64, 64)
+
+
+def test_a_challenger_is_of_classifiers(segmentation_chain: Chain, tmp_path: Path) -> None:
+    with find_source(str(segmentation_chain.bundle), "int8") as source, pytest.raises(UserError) as found:
+        write_repository(source, tmp_path / "models", RepositoryConfig(shadow_share=0.1))
+    assert (found.value.code, found.value.setting) == ("other-task", "shadow_share")

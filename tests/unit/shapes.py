@@ -1,0 +1,52 @@
+"""The steps on `enginery data shapes`: chains of other tasks than classification, each made once."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from components.common.contracts.settings import resolve
+from components.common.process.steplog import StepLog
+from components.export.config import ExportConfig
+from components.export.run import run as export
+from components.preprocess.config import PreprocessConfig
+from components.preprocess.run import run as preprocess
+from components.train.config import TrainConfig
+from components.train.training import train
+from components.validate.config import ValidateConfig
+from components.validate.run import run as validate
+from enginery.datasets.shapes import write_shapes
+from tests.conftest import Shared
+
+THRESHOLDS = {"max_drop_points": 100.0, "min_relative_score_pct": 0.0, "min_validation_images": 10}
+THRESHOLDS |= {"require_above_chance": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """Folders of the artifacts."""
+
+    folder: Path
+
+    def __getattr__(self, name: str) -> Path:
+        return self.folder / name
+
+
+def segmentation_chain(shared: Shared) -> Chain:
+    """The chain on few images with masks."""
+
+    def build(folder: Path) -> None:
+        write_shapes(folder / "data", num_train=96, num_val=48, image_size=64)
+        log, data = StepLog("test"), folder / "dataset"
+        settings: dict[str, object] = {"data": str(folder / "data"), "task": "segmentation"}
+        preprocess(resolve(PreprocessConfig, "preprocess", settings), log, output=data)
+        settings = {"architecture": "segmentation/fpn_small", "image_size": 64, "epochs": 2, "optimizer": "adamw"}
+        settings |= {"global_batch_size": 16, "learning_rate": 0.064, "num_processes": 1, "resize_ratio": 1.0}
+        train(resolve(TrainConfig, "train", settings), log, dataset=data, output=folder / "checkpoint")
+        settings = {"tensorrt": "off", "num_ranking_images": 4, "mixed_engines": 0, "num_calibration_images": 32}
+        source = {"model": folder / "checkpoint", "dataset": data}
+        export(resolve(ExportConfig, "export", settings), log, **source, output=folder / "bundle")
+        settings = {"benchmark_seconds": 0.02, "benchmark_warmup_seconds": 0.0, "min_iterations": 1}
+        settings |= {"benchmark_batch_sizes": [1], "gate": THRESHOLDS, "corruptions": True}
+        source = {"bundle": folder / "bundle", "dataset": data}
+        validate(resolve(ValidateConfig, "validate", settings), log, **source, output=folder / "report")
+
+    return Chain(folder=shared("segmentation_chain", build))
