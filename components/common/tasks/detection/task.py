@@ -1,13 +1,24 @@
 """Detection: boxes with classes, mAP."""
 
+import numpy as np
 import torch
 from torch import nn
 
+from components.common.contracts.errors import UserError
+from components.common.tasks.detection.average_precision import FOUND, IGNORED, RECALLS, THRESHOLDS
+from components.common.tasks.detection.boxes import MAX_CANDIDATES, NUM_BOX_VALUES
 from components.common.tasks.detection.loss import DetectionLoss
+from components.common.tasks.detection.predictions import BoxPredictions
+
+_LEAST, _MOST, _NUM_BINS = -3.0, 7.0, 200  # of logits: scores from 0.05 to 0.999
+_NUM_COUNTS = len(THRESHOLDS) * 2 * _NUM_BINS  # of a class
+_EPSILON = 1e-9
 
 
 class Detection:
     """See Task. Labels are [B, M, 6] float32: see Batch."""
+
+    _loss = DetectionLoss()
 
     def labels(self, fetched: torch.Tensor) -> torch.Tensor:
         """Move boxes to where they lie in the model's input, cut them at its edge, and leave out those outside.
@@ -34,8 +45,74 @@ class Detection:
         return rows.gather(1, order[:, :most, None].expand(-1, -1, rows.shape[2]))
 
     def loss(self, label_smoothing: float) -> nn.Module:
-        """See Task. Labels are not smoothed: a score is to be the overlap with its object."""
+        """See Task.
+
+        Raises:
+            UserError: labels are to be smoothed: a score is to be the overlap with its object.
+        """
+        if label_smoothing:
+            raise UserError(
+                f"train.label_smoothing is {label_smoothing:g}, and a detector's scores are to be overlaps with "
+                "objects, which are not smoothed; set it to 0",
+                code="unsmoothable-labels",
+                setting="train.label_smoothing",
+            )
         return DetectionLoss()
+
+    def new_totals(self, num_classes: int, device: torch.device) -> torch.Tensor:
+        """Loss; objects by class; detections by class, threshold, whether they are right, and score."""
+        return torch.zeros(1 + num_classes * (1 + _NUM_COUNTS), dtype=torch.float64, device=device)
+
+    def count(self, totals: torch.Tensor, outputs: torch.Tensor, labels: torch.Tensor) -> None:
+        """See Task. Suppression and matching run on the CPU, on the anchors that it looks at."""
+        totals[0] += len(outputs) * self._loss(outputs, labels)
+        found = BoxPredictions.of(_likeliest(outputs).float().cpu().numpy(), labels.cpu().numpy()).matches
+        with np.errstate(divide="ignore"):
+            logits = np.log(found.scores) - np.log1p(-found.scores)
+        bins = np.clip((logits - _LEAST) / (_MOST - _LEAST) * _NUM_BINS, 0, _NUM_BINS - 1).astype(np.int64)  # [D]
+        rows = found.classes[:, None].astype(np.int64) * len(THRESHOLDS) + np.arange(len(THRESHOLDS))
+        codes = (rows * 2 + (found.found == FOUND)) * _NUM_BINS + bins[:, None]  # [D, 10]
+        num_classes = found.num_objects.shape[1]
+        counts = np.bincount(codes[found.found != IGNORED], minlength=num_classes * _NUM_COUNTS)
+        totals[1:] += torch.from_numpy(np.concatenate([found.num_objects.sum(axis=0), counts])).to(totals.device)
+
+    def result(self, totals: torch.Tensor, num_images: int) -> tuple[float, float]:
+        """See Task: mAP@[.5:.95], of which scores are known but for the place in their bin."""
+        sums = totals.cpu().numpy()
+        num_classes = (len(sums) - 1) // (1 + _NUM_COUNTS)
+        objects = sums[1 : 1 + num_classes]
+        counts = sums[1 + num_classes :].reshape(num_classes, len(THRESHOLDS), 2, _NUM_BINS)[..., ::-1].cumsum(axis=-1)
+        shown = np.flatnonzero(objects)
+        precisions = [_average_precision(own, objects[index]) for index in shown for own in counts[index]]
+        return float(sums[0]) / num_images, 100 * float(np.mean(precisions)) if precisions else 0.0
+
+
+def _likeliest(outputs: torch.Tensor) -> torch.Tensor:
+    """The anchors that `detect` looks at, in their order: on a GPU little else has to come to the host.
+
+    [B, A, 8 + classes] -> [B, at most 1000, 8 + classes].
+    """
+    largest = outputs[..., NUM_BOX_VALUES:].amax(dim=-1)  # [B, A]
+    chosen = largest.topk(min(MAX_CANDIDATES, largest.shape[1]), dim=1).indices.sort(dim=1).values
+    return outputs.gather(1, chosen[..., None].expand(-1, -1, outputs.shape[2]))
+
+
+def _average_precision(counts: np.ndarray, num_objects: float) -> float:
+    """Average precision as COCO defines it, where the detections of a bin that are right lie evenly among them.
+
+    Args:
+        counts: [2, bins]: wrong and right detections down to the lower end of each bin, the surest first.
+        num_objects: 1 or more.
+    """
+    right, every = counts[1], counts.sum(axis=0)
+    ends = np.maximum.accumulate((right / np.maximum(every, 1))[::-1])[::-1]  # best precision at the end of a later bin
+    needed = np.maximum(np.ceil(RECALLS * num_objects - _EPSILON), 1)
+    needed = needed[needed <= right[-1]]
+    bins = np.searchsorted(right, needed)
+    right, every = (np.concatenate([[0.0], each]) for each in (right, every))
+    share = (needed - right[bins]) / (right[bins + 1] - right[bins])
+    within = needed / (every[bins] + share * (every[bins + 1] - every[bins]))
+    return float(np.maximum(within, ends[bins]).sum() / len(RECALLS))
 
 
 def _areas(boxes: torch.Tensor) -> torch.Tensor:
