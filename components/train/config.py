@@ -90,7 +90,9 @@ class TrainConfig(StepConfig):
     weight_decay: float = Field(
         5e-5, ge=0, description="L2 penalty of sgd, decay of adamw and lamb; not applied to biases and BatchNorm."
     )
-    label_smoothing: float = Field(0.1, ge=0, lt=1, description="Share of the target spread over all classes.")
+    label_smoothing: float = Field(
+        0.1, ge=0, lt=1, description="Share of the target spread over all classes; detection has none."
+    )
     ema_decay: float = Field(
         0,
         ge=0,

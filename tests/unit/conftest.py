@@ -102,7 +102,13 @@ def refused(proved: Proved, shared: Shared) -> Proved:
 @pytest.fixture(scope="session")
 def segmentation_chain(shared: Shared) -> shapes.Chain:
     """Dataset, checkpoint, bundle and report of a network that segments."""
-    return shapes.segmentation_chain(shared)
+    return shapes.made_chain(shared, "segmentation", "fpn_small")
+
+
+@pytest.fixture(scope="session")
+def detection_chain(shared: Shared) -> shapes.Chain:
+    """Dataset, checkpoint, bundle and report of a network that finds objects."""
+    return shapes.made_chain(shared, "detection", "fcos_small")
 
 
 @pytest.fixture

@@ -30,16 +30,17 @@ class Chain:
         return self.folder / name
 
 
-def segmentation_chain(shared: Shared) -> Chain:
-    """The chain on few images with masks."""
+def made_chain(shared: Shared, task: str, architecture: str) -> Chain:
+    """The chain on few images."""
 
     def build(folder: Path) -> None:
         write_shapes(folder / "data", num_train=96, num_val=48, image_size=64)
         log, data = StepLog("test"), folder / "dataset"
-        settings: dict[str, object] = {"data": str(folder / "data"), "task": "segmentation"}
+        settings: dict[str, object] = {"data": str(folder / "data"), "task": task}
         preprocess(resolve(PreprocessConfig, "preprocess", settings), log, output=data)
-        settings = {"architecture": "segmentation/fpn_small", "image_size": 64, "epochs": 2, "optimizer": "adamw"}
+        settings = {"architecture": f"{task}/{architecture}", "image_size": 64, "epochs": 2, "optimizer": "adamw"}
         settings |= {"global_batch_size": 16, "learning_rate": 0.064, "num_processes": 1, "resize_ratio": 1.0}
+        settings |= {"label_smoothing": 0.0}
         train(resolve(TrainConfig, "train", settings), log, dataset=data, output=folder / "checkpoint")
         settings = {"tensorrt": "off", "num_ranking_images": 4, "mixed_engines": 0, "num_calibration_images": 32}
         source = {"model": folder / "checkpoint", "dataset": data}
@@ -49,4 +50,4 @@ def segmentation_chain(shared: Shared) -> Chain:
         source = {"bundle": folder / "bundle", "dataset": data}
         validate(resolve(ValidateConfig, "validate", settings), log, **source, output=folder / "report")
 
-    return Chain(folder=shared("segmentation_chain", build))
+    return Chain(folder=shared(f"{task}_chain", build))

@@ -4,7 +4,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from components.common.contracts.errors import UserError
 from components.common.tasks.detection.average_precision import FOUND, IGNORED, RECALLS, THRESHOLDS
 from components.common.tasks.detection.boxes import MAX_CANDIDATES, NUM_BOX_VALUES
 from components.common.tasks.detection.loss import DetectionLoss
@@ -45,18 +44,7 @@ class Detection:
         return rows.gather(1, order[:, :most, None].expand(-1, -1, rows.shape[2]))
 
     def loss(self, label_smoothing: float) -> nn.Module:
-        """See Task.
-
-        Raises:
-            UserError: labels are to be smoothed: a score is to be the overlap with its object.
-        """
-        if label_smoothing:
-            raise UserError(
-                f"train.label_smoothing is {label_smoothing:g}, and a detector's scores are to be overlaps with "
-                "objects, which are not smoothed; set it to 0",
-                code="unsmoothable-labels",
-                setting="train.label_smoothing",
-            )
+        """See Task. Labels are not smoothed: a score is to be the overlap with its object."""
         return DetectionLoss()
 
     def new_totals(self, num_classes: int, device: torch.device) -> torch.Tensor:

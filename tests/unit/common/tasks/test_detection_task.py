@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from components.common.contracts.errors import UserError
 from components.common.tasks import load_task
 from components.common.tasks.detection.loss import DetectionLoss
 from components.common.tasks.detection.predictions import BoxPredictions
@@ -52,10 +51,3 @@ def test_nothing_to_find_scores_nothing() -> None:
     blank[..., 8:] = -9
     TASK.count(totals, torch.from_numpy(blank).half(), torch.from_numpy(objects))
     assert TASK.result(totals, 3)[1] == 0.0
-
-
-def test_smoothed_labels_are_refused() -> None:
-    with pytest.raises(UserError, match="set it to 0") as caught:
-        TASK.loss(0.1)
-    assert (caught.value.code, caught.value.setting) == ("unsmoothable-labels", "train.label_smoothing")
-    assert isinstance(TASK.loss(0.0), DetectionLoss)

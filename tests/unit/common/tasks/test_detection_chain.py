@@ -1,0 +1,87 @@
+"""The chain on images with boxes: from shards to a verdict on INT8 by mAP, and the boxes that it answers with."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from components.common.contracts.manifests import (
+    BundleManifest,
+    CheckpointManifest,
+    ReportManifest,
+    VerdictManifest,
+    load,
+)
+from components.common.process.steplog import StepLog
+from components.common.tasks.answers import View, answers_of
+from components.gate.config import GateConfig
+from components.gate.run import run as gate
+from components.promote.pyfunc import BundleModel
+from enginery.cli.inspect import inspect
+from enginery.datasets.shapes import CLASSES
+from tests.unit.shapes import THRESHOLDS, Chain
+
+
+@pytest.fixture
+def chain(detection_chain: Chain) -> Chain:
+    return detection_chain
+
+
+def test_the_report_is_on_map(chain: Chain, tmp_path: Path) -> None:
+    checkpoint = load(chain.checkpoint, CheckpointManifest).manifest
+    assert (checkpoint.task, checkpoint.score_name) == ("detection", "mAP")
+    assert checkpoint.classes == CLASSES[1:]
+    assert checkpoint.history[-1].train_loss < checkpoint.history[0].train_loss
+    accuracy = load(chain.report, ReportManifest).manifest.accuracy
+    fp32, int8 = accuracy.row("fp32"), accuracy.row("int8")
+    assert fp32.num_images == int8.num_images == 48
+    assert fp32.score50_pct is not None
+    assert fp32.score_pct is not None
+    assert fp32.score50_pct >= fp32.score_pct
+    assert fp32.score_pct == pytest.approx(checkpoint.metrics["val_score_pct"], abs=1.0)  # of PyTorch, in training
+    compared = int8.comparison
+    assert compared is not None
+    assert compared.mcnemar_test == "bootstrap"
+    page, card = (chain.report / "report.html").read_text(), (chain.report / "model_card.md").read_text()
+    for text in (page, card):
+        assert "Finding objects of 5 classes" in text
+        for wrong in ("top-1", "top-5", "ECE", "McNemar", "right on", "mIoU"):
+            assert wrong not in text, wrong
+    gate(GateConfig(**THRESHOLDS), StepLog("gate"), report=chain.report, output=tmp_path / "verdict")
+    assert "mAP drop" in load(tmp_path / "verdict", VerdictManifest).manifest.checks[0].explanation
+
+
+def test_boxes_are_in_pixels_of_the_image_that_was_sent(chain: Chain, tmp_path: Path) -> None:
+    plain = sorted((chain.data / "val" / "images").iterdir())[0]
+    image = Image.open(plain).convert("RGB")
+    wide, encoded = Image.new("RGB", (192, 128)), io.BytesIO()
+    wide.paste(image.resize((128, 128), Image.Resampling.NEAREST), (32, 0))  # twice as large, in the middle
+    wide.save(encoded, "PNG")
+    model = BundleModel(load(chain.bundle, BundleManifest), "fp32", "auto")
+    found = model.predict([plain.read_bytes(), encoded.getvalue()])
+    assert list(found.columns) == ["classes", "labels", "scores", "boxes"]
+    answers = answers_of("detection")
+    output = np.full((1, 8 + 5), -9.0, np.float32)
+    output[0, :8] = 10, 20, 30, 40, 0.5, 0.5, 0.5, 0.5  # an anchor that is its object
+    output[0, 9] = 3.0
+    transform = load(chain.bundle, BundleManifest).manifest.transform
+    said = answers.answer(output, CLASSES[1:], View.of((192, 128), transform))
+    assert said == {"classes": ["square"], "labels": [1], "scores": [0.952574], "boxes": [[52.0, 40.0, 92.0, 80.0]]}
+    assert answers.summary(said) == "square 0.95"
+    picture = np.asarray(answers.drawn(wide, said))
+    assert not np.array_equal(picture[40, 52:92], np.asarray(wide)[40, 52:92])
+    assert np.array_equal(picture[81:], np.asarray(wide)[81:])
+
+
+def test_inspect_lists_objects(chain: Chain, tmp_path: Path) -> None:
+    file = str(sorted((chain.data / "val" / "images").iterdir())[0])
+    options = ["--bundle", str(chain.bundle), "--output", str(tmp_path / "picture.png"), "--json"]
+    done = CliRunner().invoke(inspect, [file, *options])
+    assert done.exit_code == 0, done.output
+    fp32, fp16, int8 = json.loads(done.output)["results"]
+    assert {"classes", "labels", "scores", "boxes"} <= fp32.keys() & int8.keys()
+    assert fp16["runtime"] == "n/a"
