@@ -16,6 +16,7 @@ from components.common.contracts.manifests import Artifact, DatasetManifest, loa
 from components.common.contracts.transforms import Augmentation, transform_for
 from components.common.data.corruptions import CORRUPTIONS
 from components.common.data.loader import Batch, Loader
+from tests.unit.positions import check_boxes, check_mask, plain, seen, write_positions
 
 SIZES = [(300, 400), (375, 500), (500, 333), (256, 256), (640, 427), (257, 700), (200, 180), (1024, 768), (241, 301)]
 NUM_TRAIN = 96
@@ -182,3 +183,22 @@ def test_the_process_is_told_of_a_reader_that_is_stuck(pictures: Artifact[Datase
         Loader(dataset, "val", SPEC, batch_size=8, device_id=0, read_timeout_s=1.0)
     with shard.open("wb"):  # lets go of the thread
         pass
+
+
+@pytest.mark.parametrize("task", ["segmentation", "detection"])
+def test_labels_lie_where_their_pixels_do(
+    task: str, tmp_path: Path, run_preprocess: Callable[..., Artifact[DatasetManifest]]
+) -> None:
+    write_positions(tmp_path / "data")
+    dataset = run_preprocess(tmp_path / "data", tmp_path / "dataset", task=task, near_duplicates="keep", on_leak="warn")
+    augmentation = Augmentation(min_area=0.2, max_aspect_ratio=2.0)
+    train = Loader(dataset, "train", plain(80, 80), batch_size=5, augmentation=augmentation, device_id=0)
+    val = Loader(dataset, "val", plain(60, 48), batch_size=4, device_id=0)
+    for batches, least_share in ((val, 0.0), *[(train, 0.25)] * 4):
+        for batch in list(batches):  # all of an epoch are held before the first is looked at: none is overwritten
+            assert batch.labels.device == batch.images.device
+            for one in seen(batch):
+                if task == "segmentation":
+                    check_mask(one)
+                else:
+                    check_boxes(one, least_share)
