@@ -47,7 +47,7 @@ def _run(task: str, folder: Path, seed: int) -> dict[str, Any]:
     if not summary.exists():
         raise SystemExit(f"{task} ended with {done.returncode} and without a summary")
     record = load_summary(summary)
-    report = load_report(next((folder / f"{task}-home").rglob("report.json")).parent)
+    report = load_report(next((folder / f"{task}-home" / "runs").rglob("report.json")).parent)
     fp32, int8 = report.accuracy.row("fp32"), report.accuracy.row("int8")
     found: dict[str, Any] = {
         "exit_code": done.returncode,
