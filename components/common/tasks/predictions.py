@@ -224,3 +224,48 @@ class ScoreDrop:
     def proved(self, num_images: int, allowed_points: float) -> float:
         """See Drop: a smaller drop has a smaller deviation, so that any number of images can prove one."""
         return self.points + _Z * self.std_points * math.sqrt(self.num_images / num_images)
+
+
+class ByDraws:
+    """What predictions have in common whose score is no share of images: its interval is by the bootstrap."""
+
+    @property
+    def scores_by_draw(self) -> np.ndarray:
+        """[1 + R] scores in per cent: of all images, then of each draw."""
+        raise NotImplementedError
+
+    @property
+    def per_image(self) -> np.ndarray:
+        """[N] scores in per cent of each image alone."""
+        raise NotImplementedError
+
+    @property
+    def image_statistics(self) -> np.ndarray:
+        """None are kept."""
+        return np.zeros((0, 3), np.float32)
+
+    @property
+    def right(self) -> None:
+        """See Predictions."""
+        return None
+
+    @property
+    def score_low_pct(self) -> float:
+        """See Predictions."""
+        return float(np.quantile(self.scores_by_draw[1:], 0.05))
+
+    def comparison(self, fp32: Self) -> PairedComparison:
+        """See Predictions; by the paired bootstrap."""
+        return bootstrap_comparison(fp32.scores_by_draw, self.scores_by_draw, fp32.per_image, self.per_image)
+
+    def drop(self, fp32: Self, num_images: int) -> ScoreDrop:
+        """See Predictions."""
+        return ScoreDrop.of(self.comparison(fp32), num_images)
+
+    def most_different(self, other: Self, amounts: np.ndarray, most: int) -> np.ndarray:
+        """Up to so many images of which `amounts` ([N], how much they differ) is above 0: places in order.
+
+        Those that differ most in their own scores come first, then those that differ most.
+        """
+        order = np.lexsort((-amounts, -np.abs(self.per_image - other.per_image)))
+        return np.sort(order[amounts[order] > 0][:most])

@@ -8,7 +8,6 @@ from typing import Self
 import numpy as np
 from PIL import Image, ImageDraw
 
-from components.common.contracts.records import PairedComparison
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.image_files import as_seen
 from components.common.tasks.detection.average_precision import (
@@ -21,7 +20,7 @@ from components.common.tasks.detection.average_precision import (
 )
 from components.common.tasks.detection.boxes import NUM_BOX_VALUES, detect, overlap_of_pairs
 from components.common.tasks.pictures import beside, palette
-from components.common.tasks.predictions import ByClass, ScoreDrop, bootstrap_comparison, draws, p_of
+from components.common.tasks.predictions import ByClass, ByDraws, draws, p_of
 
 SURE = 0.3
 """The score from which a detection is shown, counted in an image, and compared with another model's. mAP takes all."""
@@ -34,7 +33,7 @@ _SPREAD = 0.1  # of an edge, as a share of the object's side: the scale of its L
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoxPredictions:
+class BoxPredictions(ByDraws):
     """What mAP needs of each image: up to 100 detections of 32 bytes, its objects, and 4 bytes a class.
 
     An image alone is measured by the F1 of its detections that are SURE, with an overlap of 0.5: mAP has no share of an
@@ -82,11 +81,6 @@ class BoxPredictions:
         return cls(matches=Matches.join([part.matches for part in parts]), **arrays)
 
     @property
-    def image_statistics(self) -> np.ndarray:
-        """None are kept."""
-        return np.zeros((0, 3), np.float32)
-
-    @property
     def num_images(self) -> int:
         """Images predicted."""
         return self.matches.num_images
@@ -104,14 +98,9 @@ class BoxPredictions:
     @property
     def score_low_pct(self) -> float:
         """See Predictions."""
-        draws = self._scores[1:]
+        draws = self.scores_by_draw[1:]
         # less their mean: repeated images raise the precision that is reached at some recall
         return self.score_pct + float(np.quantile(draws - draws.mean(), 0.05))
-
-    @property
-    def right(self) -> None:
-        """See Predictions."""
-        return None
 
     @property
     def per_image(self) -> np.ndarray:
@@ -152,8 +141,7 @@ class BoxPredictions:
     def differing(self, other: Self, most: int) -> np.ndarray:
         """See Predictions: those that differ most in F1, then in detections."""
         different = self._num_different(other)
-        order = np.lexsort((-different, -np.abs(self.per_image - other.per_image)))
-        return np.sort(order[different[order] > 0][:most])
+        return self.most_different(other, different, most)
 
     def described(self, place: int, classes: tuple[str, ...]) -> tuple[str, str]:
         """See Predictions: how many objects there are, and how many of them are found."""
@@ -189,10 +177,6 @@ class BoxPredictions:
             undefined=self.undefined[chosen],
         )
 
-    def comparison(self, fp32: Self) -> PairedComparison:
-        """See Predictions; by the paired bootstrap."""
-        return bootstrap_comparison(fp32._scores, self._scores, fp32.per_image, self.per_image)
-
     def by_class(self, fp32: Self, num_classes: int) -> ByClass:
         """See Predictions; by the paired bootstrap, each class by its average precision."""
         reference, own = fp32._by_draw, self._by_draw  # [1 + R, classes]
@@ -210,10 +194,6 @@ class BoxPredictions:
             num_gained=(shown & (image_own > image_fp32)).sum(axis=0),
             p_values=np.array([p_of(*pair) if pair[1] > 0 else np.nan for pair in zip(deltas, stds, strict=True)]),
         )
-
-    def drop(self, fp32: Self, num_images: int) -> ScoreDrop:
-        """See Predictions."""
-        return ScoreDrop.of(self.comparison(fp32), num_images)
 
     @staticmethod
     def divergence(expected: np.ndarray, actual: np.ndarray) -> float:
@@ -260,8 +240,8 @@ class BoxPredictions:
         return found
 
     @property
-    def _scores(self) -> np.ndarray:
-        """[1 + R] mAP in per cent: of all images, then of each draw."""
+    def scores_by_draw(self) -> np.ndarray:
+        """See ByDraws."""
         return mean_precision(self._by_draw[:, None])
 
     @property

@@ -7,11 +7,10 @@ from typing import Self
 import numpy as np
 from PIL import Image
 
-from components.common.contracts.records import PairedComparison
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.image_files import as_seen
 from components.common.tasks.pictures import beside, coloured
-from components.common.tasks.predictions import ByClass, ScoreDrop, bootstrap_comparison, class_divergence, draws, p_of
+from components.common.tasks.predictions import ByClass, ByDraws, class_divergence, draws, p_of
 from components.common.tasks.segmentation import VOID
 
 _GRID = 64  # rows and columns of a mask that are kept
@@ -20,7 +19,7 @@ _EPSILON = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskPredictions:
+class MaskPredictions(ByDraws):
     """What mIoU needs of each image: its pixels by class. 12 bytes a class and 8 KB an image.
 
     mIoU is the mean over classes of intersection over union, both summed over all images: see Everingham et al., "The
@@ -61,11 +60,6 @@ class MaskPredictions:
         return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
     @property
-    def image_statistics(self) -> np.ndarray:
-        """None are kept."""
-        return np.zeros((0, 3), np.float32)
-
-    @property
     def num_images(self) -> int:
         """Images predicted."""
         return len(self.pixels)
@@ -81,14 +75,9 @@ class MaskPredictions:
         return float(_mean(_ious(self.pixels.sum(axis=0, dtype=np.int64)[None]))[0])
 
     @property
-    def score_low_pct(self) -> float:
-        """See Predictions."""
-        return float(np.quantile(self._scores()[1:], 0.05))
-
-    @property
-    def right(self) -> None:
-        """See Predictions."""
-        return None
+    def scores_by_draw(self) -> np.ndarray:
+        """See ByDraws."""
+        return _mean(self._by_draw())
 
     @property
     def per_image(self) -> np.ndarray:
@@ -122,8 +111,7 @@ class MaskPredictions:
     def differing(self, other: Self, most: int) -> np.ndarray:
         """See Predictions: those that differ most in mIoU, then in pixels."""
         pixels = (self.grid != other.grid).mean(axis=(1, 2))
-        order = np.lexsort((-pixels, -np.abs(self.per_image - other.per_image)))
-        return np.sort(order[pixels[order] > 0][:most])
+        return self.most_different(other, pixels, most)
 
     def described(self, place: int, classes: tuple[str, ...]) -> tuple[str, str]:
         """See Predictions: the classes of the label, the largest first, and the image's mIoU."""
@@ -141,10 +129,6 @@ class MaskPredictions:
         """See Predictions."""
         return type(self)(**{entry.name: getattr(self, entry.name)[which] for entry in fields(self)})
 
-    def comparison(self, fp32: Self) -> PairedComparison:
-        """See Predictions; by the paired bootstrap."""
-        return bootstrap_comparison(fp32._scores(), self._scores(), fp32.per_image, self.per_image)
-
     def by_class(self, fp32: Self, num_classes: int) -> ByClass:
         """See Predictions; by the paired bootstrap, each class by its IoU."""
         reference, own = fp32._by_draw(), self._by_draw()  # [1 + R, classes]
@@ -161,10 +145,6 @@ class MaskPredictions:
             p_values=np.array([p_of(*pair) if pair[1] > 0 else np.nan for pair in zip(deltas, stds, strict=True)]),
         )
 
-    def drop(self, fp32: Self, num_images: int) -> ScoreDrop:
-        """See Predictions."""
-        return ScoreDrop.of(self.comparison(fp32), num_images)
-
     @staticmethod
     def divergence(expected: np.ndarray, actual: np.ndarray) -> float:
         """See Predictions: averaged over pixels."""
@@ -179,10 +159,6 @@ class MaskPredictions:
         flat = self.pixels.reshape(self.num_images, -1).astype(np.float32)
         sums = [flat.sum(axis=0, dtype=np.float64)[None], *(weights @ flat for weights in draws(self.num_images))]
         return _ious(np.concatenate(sums).reshape(-1, *self.pixels.shape[1:]))
-
-    def _scores(self) -> np.ndarray:
-        """[1 + R] mIoU in per cent: of all images, then of each draw."""
-        return _mean(self._by_draw())
 
 
 def _ious(pixels: np.ndarray) -> np.ndarray:
