@@ -108,6 +108,23 @@ def shapes(directory: Path, num_train: int, num_val: int, seed: int, image_size:
     _report(summary, pipeline=None)
 
 
+@data.command()
+@DIRECTORY
+@click.option("--num-pairs", default=40000, show_default=True, help="Pairs of sentences.")
+@click.option("--seed", default=0, show_default=True, help="Another seed: other pairs of the same kinds.")
+def phrases(directory: Path, num_pairs: int, seed: int) -> None:
+    """English numbers, dates, amounts and clock times with their German translations.
+
+    From digits to words and from words to digits, so that a small translation model learns them on a CPU. Written as
+    DIRECTORY/pairs.tsv: English, a tab and German a line, none twice; `enginery run` splits it.
+    """
+    from enginery.datasets.phrases import write_phrases
+
+    with _translate_errors(directory):
+        summary = write_phrases(directory, num_pairs=num_pairs, seed=seed)
+    _report(summary, pipeline="translation", content=f"{num_pairs:,} pairs of sentences")
+
+
 @contextmanager
 def _writing_images(total: int) -> Iterator[Callable[[int], None]]:
     """A progress bar; the function that advances it."""
@@ -141,9 +158,9 @@ def _translate_errors(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def _report(summary: DatasetSummary, pipeline: str | None = "resnet50") -> None:
+def _report(summary: DatasetSummary, pipeline: str | None = "resnet50", content: str = "") -> None:
     """The closing line: what is there now, and the next command."""
-    content = f"{summary.num_images:,} images in {summary.num_classes} classes"
+    content = content or f"{summary.num_images:,} images in {summary.num_classes} classes"
     if summary.already_complete:
         done = f"{summary.directory} already holds these {content}; nothing was written."
     else:

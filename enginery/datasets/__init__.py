@@ -31,7 +31,7 @@ class DatasetSummary:
 
     directory: Path
     num_images: int
-    """All splits together."""
+    """All splits together; pairs of sentences of a dataset without images."""
     num_classes: int
     seconds: float
     """Wall time of this call."""
