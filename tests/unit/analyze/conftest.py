@@ -1,6 +1,7 @@
 """Videos of digits, and a way to analyze them."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ def digit_frames(size: tuple[int, int] = (96, 128), per_digit: int = PER_DIGIT) 
 
 def write_video(path: Path, frames: list[np.ndarray], codec: str = "libx264", **options: str) -> Path:
     form = {".264": "h264"}.get(path.suffix)
+    scheduling = os.sched_getscheduler(0), os.sched_getparam(0)
     with av.open(str(path), "w", format=form) as container:
         stream = container.add_stream(codec, rate=30)
         stream.height, stream.width = frames[0].shape[:2]
@@ -39,6 +41,7 @@ def write_video(path: Path, frames: list[np.ndarray], codec: str = "libx264", **
         for pixels in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode(None))
+    os.sched_setscheduler(0, *scheduling)  # SVT-AV1 of root makes this thread a real-time one, and what it starts
     return path
 
 

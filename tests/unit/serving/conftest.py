@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,11 +155,25 @@ def suspended(process: psutil.Process) -> Iterator[None]:
         process.resume()
 
 
-def decoding_process(running: Running) -> psutil.Process:
-    """The process of Triton's Python backend that decodes images."""
+@contextmanager
+def kept_busy(running: Running, num_images: int = 12) -> Iterator[None]:
+    """The process that decodes has images of 64 million pixels at hand meanwhile, each for some tenths of a second.
+
+    It is not suspended: Triton gives up a Python process that shows no sign of life for a second.
+    """
+    large = picture((8000, 8000), "PNG")
     children = psutil.Process(running.process.pid).children(recursive=True)
     (decoder,) = (child for child in children if any(f"{NAME}_preprocess" in word for word in child.cmdline()))
-    return decoder
+    begun_s = decoder.cpu_times().user
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(running.infer, [large] * num_images)
+        deadline = time.monotonic() + 600
+        while decoder.cpu_times().user < begun_s + 0.3:
+            assert not answer.done(), answer.result()
+            assert time.monotonic() < deadline, "no image is decoded"
+            time.sleep(0.01)
+        yield
+        assert answer.result().status == 200
 
 
 def wait_until_pending(running: Running, num: int) -> None:

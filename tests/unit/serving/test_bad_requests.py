@@ -13,7 +13,7 @@ import pytest
 from tritonclient import grpc
 from tritonclient.utils import InferenceServerException
 
-from .conftest import NAME, decoding_process, encoded, metrics, picture, suspended, wait_until_pending
+from .conftest import NAME, encoded, kept_busy, metrics, picture, wait_until_pending
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,7 @@ def test_a_bad_image_fails_nobody_else(served) -> None:
     """Requests that the server puts together into batches are answered each on its own."""
     data = [b"bad" if index % 3 == 0 else picture() for index in range(90)]
     before = metrics(served)
-    with ThreadPoolExecutor(30) as pool, suspended(decoding_process(served)):  # so that batches form, however fast
+    with ThreadPoolExecutor(30) as pool, kept_busy(served, 4):  # so that batches form, however fast
         sent = pool.map(lambda image: served.infer([image]), data)
         wait_until_pending(served, 20)
     answers = list(sent)
