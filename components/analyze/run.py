@@ -82,7 +82,7 @@ def analyze(
     if selected.runner is None:
         raise RuntimeUnavailable(selected.note, code="precision-missing")
     prepare_directory(output)
-    max_batch = bundle.manifest.shapes.max_batch
+    max_batch = bundle.manifest.image_shapes.max_batch
     batch_size = min(config.batch_size or min(_MOST_FRAMES, max_batch), max_batch)
     device_id = 0 if runs_plans(selected.runner.runtime) else None
     began = time.monotonic()
@@ -91,7 +91,7 @@ def analyze(
         writer = stack.enter_context(_Writer(config, bundle.manifest.classes, output, [s.name for s in sources]))
         # In the order of exits: the readers stop, what they have read is labelled, the files are closed.
         streams = stack.enter_context(Streams(sources, config, num_cores(), writer.say))
-        transform = FrameBatches(bundle.manifest.transform, batch_size, device_id)
+        transform = FrameBatches(bundle.manifest.image_transform, batch_size, device_id)
         _label_all(streams, transform, selected.runner, batch_size, writer, log, config.max_seconds)
     records = writer.records(streams.states)
     if not any(record.num_labelled for record in records):

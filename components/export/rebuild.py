@@ -101,7 +101,7 @@ def rebuild(
     for name in sorted(names):
         shutil.copyfile(bundle.file(name), output / name)
     needed = config.model_copy(update={"tensorrt": "on"})  # without plans there is nothing new
-    engines, _ = build_plans(needed, bundle.manifest.shapes, output, cache_folder(config), log)
+    engines, _ = build_plans(needed, bundle.manifest.image_shapes, output, cache_folder(config), log)
     carried = bundle.manifest.model_dump(
         exclude={"schema_version", "seal", "kind", "files", "inputs", "config", "environment", "engines"}
         | {"engines_missing"}
@@ -128,7 +128,7 @@ def _has_the_calibration_images(bundle: BundleManifest, data: Artifact[DatasetMa
     calibration = bundle.calibration
     here = Samples(
         dataset=data,
-        transform=bundle.transform,
+        transform=bundle.image_transform,
         start=0,
         num_images=calibration.num_images,
         batch_size=1,

@@ -155,12 +155,12 @@ def _from_checkpoint(
             code="other-classes",
         )
     module = _module_of_checkpoint(checkpoint)
-    shapes = _shapes(record.transform, config)
+    shapes = _shapes(record.image_transform, config)
     export_onnx(module, destination, shapes)
     return SourceModel(
         architecture=record.architecture,
         classes=record.classes,
-        transform=record.transform,
+        transform=record.image_transform,
         shapes=shapes,
         input_digest=checkpoint.digest,
         module=module,
@@ -189,7 +189,7 @@ def _from_weights(
 def _module_of_checkpoint(checkpoint: Artifact[CheckpointManifest]) -> nn.Module:
     record = checkpoint.manifest
     weights = load_file(checkpoint.file("weights.safetensors"))
-    return _module(weights, checkpoint.path, record.architecture, len(record.classes), record.transform.crop_size)
+    return _module(weights, checkpoint.path, record.architecture, len(record.classes), record.image_transform.crop_size)
 
 
 def _module(

@@ -92,11 +92,11 @@ def _measure(
     assert runner is not None
     try:
         on_gpu = torch.cuda.is_available()
-        largest = bundle.manifest.shapes.max_batch
+        largest = bundle.manifest.image_shapes.max_batch
         loader = Loader(
             data,
             "val",
-            bundle.manifest.transform,
+            bundle.manifest.image_transform,
             batch_size=largest if on_gpu else min(_CPU_BATCH_SIZE, largest),
             device_id=0 if on_gpu else None,
         )

@@ -197,12 +197,12 @@ class BundleModel:
                 code="unknown-runtime",
                 setting="runtime",
             )
-        self.task, self.transform = bundle.manifest.task, bundle.manifest.transform
+        self.task, self.transform = bundle.manifest.task, bundle.manifest.image_transform
         self.classes = bundle.manifest.classes
         self.bundle_digest = bundle.digest
         self.selected: RuntimeSelection = select_runtime(bundle, precision, runtime)
-        self._batch_size = min(_MOST_DECODED, bundle.manifest.shapes.max_batch)
-        self._images = ImageBatches(bundle.manifest.transform, self._batch_size)
+        self._batch_size = min(_MOST_DECODED, bundle.manifest.image_shapes.max_batch)
+        self._images = ImageBatches(bundle.manifest.image_transform, self._batch_size)
         self._lock = threading.Lock()
 
     folder: TemporaryDirectory[str] | None = None  # that goes with the model

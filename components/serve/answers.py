@@ -22,7 +22,7 @@ class TritonPythonModel:
         # The model before it checked every file.
         manifest = load(Path(args["model_repository"]).absolute().parent, RepositoryManifest).manifest
         self._answers, self._classes = answers_of(manifest.task), manifest.classes
-        self._transform, self._input = manifest.transform, manifest.shapes.output_name
+        self._transform, self._input = manifest.image_transform, manifest.image_shapes.output_name
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """A response for each request; outputs that are no numbers are refused, and the others are not touched."""

@@ -30,7 +30,7 @@ class TritonPythonModel:
         self._sampler = Sampler.of(repository)
         self._classes = np.array([name.encode() for name in manifest.classes], dtype=object)
         self._top_k = manifest.top_k
-        self._input = manifest.shapes.output_name
+        self._input = manifest.image_shapes.output_name
         labels = {"model": manifest.name, "version": manifest.version, "precision": manifest.precision}
         file = baseline_file(manifest.precision)
         self._drift: DriftMetrics | None = None

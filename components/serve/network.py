@@ -22,7 +22,7 @@ class TritonPythonModel:
         """Check the repository and compile the model that is fit for this CPU, in the arithmetic that its file says."""
         repository = open_from(Path(args["model_repository"]))
         record = repository.manifest
-        self._shapes = record.shapes
+        self._shapes = record.image_shapes
         file = fit_model(record.cpu_models).file if record.cpu_models else record.cpu_model
         if note := not_measured_here(record.precision, record.measured_on):
             pb.Logger.log_warn(note)

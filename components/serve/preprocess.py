@@ -32,11 +32,11 @@ class TritonPythonModel:
         repository = open_from(Path(args["model_repository"]))
         manifest = repository.manifest
         self._sampler = Sampler.of(repository)
-        self._output = manifest.shapes.input_name
-        self._transform = manifest.transform
+        self._output = manifest.image_shapes.input_name
+        self._transform = manifest.image_transform
         self._sends_sizes = manifest.task != "classification"
         self._counts = baseline_file(manifest.precision) in manifest.files
-        self._images = ImageBatches(manifest.transform, min(_MOST_DECODED, manifest.shapes.max_batch))
+        self._images = ImageBatches(manifest.image_transform, min(_MOST_DECODED, manifest.image_shapes.max_batch))
         self._images.load_each([_white()], ["warm-up"])
         name = args["model_name"]
         network = name.removesuffix("_preprocess") + "_model"

@@ -177,7 +177,7 @@ def _transform(config: TrainConfig, data: Artifact[DatasetManifest]) -> Transfor
     spec = transform_for(config.image_size, resize_ratio=config.resize_ratio, interpolation=config.interpolation)
     if config.normalization == "imagenet":
         return spec
-    statistics = data.manifest.statistics
+    statistics = data.manifest.image_statistics
     # A channel without any contrast would divide by zero.
     std = tuple(max(value, 1 / 255) for value in statistics.std)
     return spec.model_copy(update={"mean": statistics.mean, "std": std})

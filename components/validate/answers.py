@@ -40,12 +40,12 @@ def answer_images(
         EngineryError: the models can't be run.
     """
     record, task = bundle.manifest, answers_of(bundle.manifest.task)
-    inputs = [load_input(file, record.transform) for file in files]
+    inputs = [load_input(file, record.image_transform) for file in files]
     selections = select_runtimes(bundle, runtime)
     found = []
     try:
         for file, image in zip(files, inputs, strict=True):
-            view = View.of(upright_size(file.read_bytes()), record.transform)
+            view = View.of(upright_size(file.read_bytes()), record.image_transform)
             for selection in selections:
                 answer, note = None, selection.note
                 if selection.runner is not None:

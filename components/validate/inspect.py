@@ -116,7 +116,7 @@ def inspect(
     """
     check_task(f"the bundle {bundle.path}", bundle.manifest.task, "classification", "name one of a classifier")
     record = bundle.manifest
-    inputs = [load_input(file, record.transform) for file in files]
+    inputs = [load_input(file, record.image_transform) for file in files]
     graphs, found, missing = _graphs(bundle, layers)
     selections = select_runtimes(bundle, runtime)
     try:
@@ -132,7 +132,7 @@ def inspect(
         explanations.append(
             Explanation(
                 file=file,
-                pixels=_pixels(image, record.transform),
+                pixels=_pixels(image, record.image_transform),
                 predictions=predicted,
                 class_index=class_index,
                 layers=tuple(
@@ -151,7 +151,7 @@ def _graphs(bundle: Artifact[BundleManifest], asked: Sequence[str]) -> tuple[lis
         return [], [], "the bundle has no INT8 model to set beside FP32"
     try:
         fp32 = TorchGraph(read_onnx(bundle.file(models["fp32"])))
-        every = feature_layers(fp32, bundle.manifest.shapes)
+        every = feature_layers(fp32, bundle.manifest.image_shapes)
         if not every and not asked:
             return [], [], "the model has no feature maps of more than one pixel"
         layers = chosen_layers(every, asked)

@@ -105,7 +105,7 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
         write_atomically(output / baseline_file(baseline.precision), baseline.model_dump_json(indent=1).encode())
     log.progress("writing the report", 0, 1)
     shown = gather_report(config, models, data, predictions, accuracy, benchmark)
-    transform = models.manifest.transform
+    transform = models.manifest.image_transform
 
     def drawn(image: Image.Image, place: int) -> Image.Image:
         return predictions[config.gate.precision].picture(image, transform, predictions["fp32"], place)
@@ -149,7 +149,7 @@ def predict_validation(
         max_gpus: use no more than these; 0 for all.
         corruptions: degrade every image in these ways instead; its versions follow each other.
     """
-    split, shapes = data.manifest.splits["val"], bundle.manifest.shapes
+    split, shapes = data.manifest.splits["val"], bundle.manifest.image_shapes
     on_gpu = config.loader == "auto" and torch.cuda.is_available()
     batch_size = min(config.batch_size or (shapes.max_batch if on_gpu else _CPU_BATCH_SIZE), shapes.max_batch)
     runners = _runners(selections)
@@ -166,7 +166,7 @@ def predict_validation(
         Loader(
             data,
             "val",
-            bundle.manifest.transform,
+            bundle.manifest.image_transform,
             batch_size=batch_size,
             seed=config.corruption_seed,
             corruptions=corruptions,
@@ -182,7 +182,7 @@ def predict_validation(
         list(zip(every, loaders, strict=True)),
         split.num_images * max(1, len(corruptions)),
         lambda done, total: log.progress(f"measuring accuracy{degraded}", done, total, unit="images"),
-        None if corruptions else bundle.manifest.transform,
+        None if corruptions else bundle.manifest.image_transform,
     )
     for others in every[1:]:
         for runner in others.values():
@@ -323,7 +323,7 @@ def _benchmark(
     accuracy: AccuracyReport,
     log: StepLog,
 ) -> BenchmarkReport:
-    max_batch = models.manifest.shapes.max_batch
+    max_batch = models.manifest.image_shapes.max_batch
     if too_large := [str(size) for size in config.benchmark_batch_sizes if size > max_batch]:
         log.warning(
             f"the speed of batch {', '.join(too_large)} is not measured: the models take up to {max_batch} images"

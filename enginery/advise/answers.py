@@ -96,7 +96,7 @@ def counted(question: Question) -> tuple[Work, str, int]:
     path = Path(question.model)
     if path.is_dir():
         manifest = load(path, BundleManifest).manifest
-        size = manifest.shapes.height
+        size = manifest.image_shapes.height
         return Work(count_onnx(path / manifest.models["fp32"]), size), manifest.architecture, size
     if path.suffix == ".onnx":
         inputs = read_onnx(path).graph.input[:1]

@@ -410,8 +410,8 @@ class _Writer:
             version=self.source.version,
             precision=self.source.precision,
             classes=self.bundle.classes,
-            transform=self.bundle.transform,
-            shapes=self.bundle.shapes,
+            transform=self.bundle.image_transform,
+            shapes=self.bundle.image_shapes,
             top_k=self.top_k,
             cpu_model=self.cpu_model,
             cpu_models=self.cpu_models,
@@ -473,7 +473,7 @@ class _Writer:
         file.parent.mkdir(exist_ok=True)
         sizes = {"output_size": self.output_size, "top_k": self.top_k, "task": bundle.task}
         own = {**sizes, "batching": batching, "counted": self.counted, **options}
-        file.write_text(model_config(kind, self.names, bundle.shapes, **own), encoding="utf-8")
+        file.write_text(model_config(kind, self.names, bundle.image_shapes, **own), encoding="utf-8")
 
     def _copy(self, artifact: Artifact[Any], file: str, target: Path) -> None:
         shutil.copyfile(artifact.file(file), target)

@@ -178,8 +178,8 @@ def _local_model(repository: Artifact[RepositoryManifest]) -> Iterator[Classify]
     """A repository's models in this process, on the CPU."""
     manifest = repository.manifest
     file = fit_model(manifest.cpu_models).file if manifest.cpu_models else manifest.cpu_model
-    images = ImageBatches(manifest.transform, 1)
-    with closing(OpenVINORunner(repository.file(file), manifest.shapes)) as runner:
+    images = ImageBatches(manifest.image_transform, 1)
+    with closing(OpenVINORunner(repository.file(file), manifest.image_shapes)) as runner:
 
         def classify(image: bytes) -> str:
             logits = runner.infer(images.load([image], ["the image"]))  # [1, classes]

@@ -41,7 +41,7 @@ from components.common.contracts.records import (
     TrainingRecord,
 )
 from components.common.contracts.settings import fingerprinted
-from components.common.contracts.transforms import ShapeSpec, TransformSpec
+from components.common.contracts.transforms import ShapeSpec, TextSpec, TransformSpec
 from components.common.registry.promotions import ChampionComparison
 from components.common.tasks import TASKS, TaskName
 
@@ -89,22 +89,85 @@ class Manifest(Record):
         yield from ()
 
 
-class DatasetManifest(Manifest):
-    """Labelled images in WebDataset shards."""
+class OfTask(Manifest):
+    """Fields of a dataset, a model or what serves it, by its task: of images or of text."""
+
+    task: TaskName = "classification"
+    text: TextSpec | None = Field(None, description="Of a task of text; None for images.")
+
+    def _named_files(self) -> Iterator[str]:
+        if self.text is not None:
+            yield self.text.vocabulary
+
+    @model_validator(mode="after")
+    def _check_task(self) -> Self:
+        fields = {"statistics", "transform", "shapes"} & set(type(self).model_fields)
+        wanted = {"text"} if TASKS[self.task].of_text else fields
+        given = {name for name in ("text", *fields) if getattr(self, name) is not None}
+        if given != wanted:
+            raise ValueError(f"of {self.task} it holds {', '.join(sorted(wanted))}, and has {', '.join(sorted(given))}")
+        return self
+
+    @property
+    def text_spec(self) -> TextSpec:
+        """`text`, of a task of text."""
+        assert self.text is not None
+        return self.text
+
+
+class OfImages(OfTask):
+    """What takes images, where the task is of images."""
+
+    transform: TransformSpec | None = Field(None, description="None for text.")
+
+    @property
+    def image_transform(self) -> TransformSpec:
+        """`transform`, of a task of images."""
+        assert self.transform is not None
+        return self.transform
+
+
+class OfNetwork(OfImages):
+    """What runs an exported network."""
+
+    shapes: ShapeSpec | None = Field(None, description="None for text.")
+
+    @property
+    def image_shapes(self) -> ShapeSpec:
+        """`shapes`, of a task of images."""
+        assert self.shapes is not None
+        return self.shapes
+
+
+class DatasetManifest(OfTask):
+    """Labelled images in WebDataset shards, or pairs of sentences in files of tab-separated values."""
 
     kind: Literal["dataset"] = "dataset"
-    task: TaskName = "classification"
     classes: tuple[str, ...]
     splits: dict[Literal["train", "val"], Split]
-    statistics: DatasetStatistics
+    statistics: DatasetStatistics | None = Field(None, description="None for text.")
     num_rejected: int
     num_rejected_annotations: int = Field(0, description="Objects of the packed images that were left out.")
     near_duplicates: NearDuplicates | None = Field(None, description="None where they were not looked for.")
 
     def _named_files(self) -> Iterator[str]:
+        yield from super()._named_files()
         for split in self.splits.values():
             for shard in split.shards:
-                yield from (shard, str(PurePosixPath(shard).with_suffix(".idx")))
+                yield shard
+                if self.text is None:
+                    yield str(PurePosixPath(shard).with_suffix(".idx"))
+
+    @property
+    def num_outputs(self) -> int:
+        """Of a network's last layer: classes, or tokens of the vocabulary."""
+        return len(self.classes) if self.text is None else self.text.num_tokens
+
+    @property
+    def image_statistics(self) -> DatasetStatistics:
+        """`statistics`, of a task of images."""
+        assert self.statistics is not None
+        return self.statistics
 
 
 class DatasetPartManifest(Manifest):
@@ -117,33 +180,28 @@ class DatasetPartManifest(Manifest):
     shards: tuple[FileName, ...] = Field(description="Names of its shards without extension, in order.")
 
 
-class CheckpointManifest(Manifest):
+class CheckpointManifest(OfImages):
     """Trained weights and everything needed to use them."""
 
     kind: Literal["checkpoint"] = "checkpoint"
-    task: TaskName = "classification"
     architecture: str
     classes: tuple[str, ...]
-    transform: TransformSpec
     metrics: Metrics = Field(description="What training measured at its end, by metric name.")
     history: tuple[EpochRecord, ...] = Field((), description="One entry per epoch, the first epoch first.")
     profile: ProfileRecord | None = Field(None, description="None where no steps were recorded (train.profile_steps).")
 
     @property
     def score_name(self) -> str:
-        """Of the task's score: top-1, mIoU."""
-        return TASKS[self.task].score_name
+        """Of what training validated by: top-1, mIoU."""
+        return TASKS[self.task].training_score or TASKS[self.task].score_name
 
 
-class BundleManifest(Manifest):
+class BundleManifest(OfNetwork):
     """One model in several precisions, ready to be measured."""
 
     kind: Literal["bundle"] = "bundle"
-    task: TaskName = "classification"
     architecture: str
     classes: tuple[str, ...]
-    transform: TransformSpec
-    shapes: ShapeSpec
     models: dict[str, str] = Field(description="ONNX file by name: fp32, fp16, int8, int8_fp16.")
     cpu_models: tuple[CpuModel, ...] = Field((), description="INT8 for CPUs; empty in bundles up to version 0.1.")
     engines: tuple[EngineEntry, ...] = Field(description="TensorRT plans for the GPU that export ran on.")
@@ -163,6 +221,7 @@ class BundleManifest(Manifest):
         return self
 
     def _named_files(self) -> Iterator[str]:
+        yield from super()._named_files()
         yield from self.models.values()
         yield from (model.file for model in self.cpu_models)
         for entry in self.engines:
@@ -224,17 +283,14 @@ class PromotionManifest(Manifest):
     audit_run_id: str = Field("", description="MLflow run of the entry in the audit log.")
 
 
-class RepositoryManifest(Manifest):
+class RepositoryManifest(OfNetwork):
     """A model repository for Triton: one promoted precision of a bundle."""
 
     kind: Literal["repository"] = "repository"
-    task: TaskName = "classification"
     name: str = Field(description="Of the ensemble that takes encoded images; the other models' names begin with it.")
     version: str = Field(description="Of the registered model; empty for a bundle that came from no registry.")
     precision: Precision
     classes: tuple[str, ...]
-    transform: TransformSpec
-    shapes: ShapeSpec
     top_k: int = Field(description="How many classes the ensemble names for each image.")
     cpu_model: str = Field(description="The ONNX file that OpenVINO runs where there is no GPU; empty for INT8.")
     cpu_models: tuple[CpuModel, ...] = Field((), description="Of INT8: the files, of which each CPU takes a fit one.")
@@ -243,6 +299,7 @@ class RepositoryManifest(Manifest):
     batching: dict[Literal["gpu", "cpu"], Batching] = Field(description="By what serves; no gpu without plans.")
 
     def _named_files(self) -> Iterator[str]:
+        yield from super()._named_files()
         yield from filter(None, [self.cpu_model])
         yield from (model.file for model in self.cpu_models)
         yield from (entry.file for entry in self.engines)

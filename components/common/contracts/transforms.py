@@ -95,3 +95,13 @@ def transform_for(image_size: int, *, resize_ratio: float, interpolation: Interp
         crop_size=image_size,
         interpolation=interpolation,
     )
+
+
+class TextSpec(Record):
+    """How sentences become tokens: the same from training to serving."""
+
+    source_language: str = Field(pattern="^[A-Za-z0-9-]{1,35}$", description='BCP 47, such as "en".')
+    target_language: str = Field(pattern="^[A-Za-z0-9-]{1,35}$")
+    vocabulary: str = Field("vocabulary.model", description="The artifact's file of SentencePiece.")
+    num_tokens: int = Field(ge=4, description="Size of the vocabulary, for both languages.")
+    max_tokens: int = Field(ge=2, description="Longest sentence in tokens, with its end; longer ones are refused.")

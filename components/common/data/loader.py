@@ -358,7 +358,7 @@ class Loader:
             _reader(dataset, info, self._training, shard_id * num_pipelines + share, num_shards * num_pipelines)
             for share in range(num_pipelines)
         ]
-        statistics = dataset.manifest.statistics
+        statistics = dataset.manifest.image_statistics
         decoder = decoder_options(
             statistics, batch_size, num_pipelines, device_id=device_id, hw_decoder_load=hw_decoder_load
         )

@@ -36,7 +36,7 @@ def new_session(model: Path | bytes, *, optimize: bool = True) -> onnxruntime.In
 def open_model(bundle: Artifact[BundleManifest], precision: Precision) -> OpenModel:
     """The model of a precision."""
     file = bundle.file(bundle.manifest.models[precision])
-    runner = OnnxRuntimeRunner(file, bundle.manifest.shapes)
+    runner = OnnxRuntimeRunner(file, bundle.manifest.image_shapes)
     return OpenModel(file=file, runner=runner, notes=("simulated: numerical reference",))
 
 

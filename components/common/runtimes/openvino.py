@@ -38,7 +38,7 @@ def open_model(bundle: Artifact[BundleManifest], precision: Precision) -> OpenMo
     if precision == "int8":
         model = fit_model(bundle.manifest.int8_on_cpus)
         file, notes = model.file, [f"{model.arithmetic}, on {instruction_set()}"]
-    runner = OpenVINORunner(bundle.file(file), bundle.manifest.shapes)
+    runner = OpenVINORunner(bundle.file(file), bundle.manifest.image_shapes)
     return OpenModel(file=bundle.file(file), runner=runner, notes=tuple(notes))
 
 

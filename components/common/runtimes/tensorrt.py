@@ -178,7 +178,7 @@ def open_model(bundle: Artifact[BundleManifest], precision: Precision) -> OpenMo
     if entry.mantissa_bits is not None:
         notes.append(f"weights are rounded to {entry.mantissa_bits} bits of mantissa")
     file = bundle.file(entry.file)
-    return OpenModel(file=file, runner=TensorRTRunner(file, bundle.manifest.shapes, entry), notes=tuple(notes))
+    return OpenModel(file=file, runner=TensorRTRunner(file, bundle.manifest.image_shapes, entry), notes=tuple(notes))
 
 
 @functools.cache

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from components.common.tasks.predictions import Predictions
     from components.common.tasks.task import Task
 
-TaskName = Literal["classification", "detection", "segmentation"]
+TaskName = Literal["classification", "detection", "segmentation", "translation"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +25,11 @@ class TaskSpec:
     Attributes:
         name: In manifests and settings.
         score_name: Of its score for people.
-        label_member: The member of a sample in the shards that holds its label.
+        label_member: The member of a sample in the shards that holds its label; empty for text.
         module: With what needs torch, in this package; empty for one called as the task.
         predictions: The class of what is kept of outputs, "module:Class".
+        training_score: Of what training validates by, where that is not the score.
+        of_text: Whether samples are pairs of sentences, and not images with labels.
     """
 
     name: TaskName
@@ -35,6 +37,8 @@ class TaskSpec:
     label_member: str
     predictions: str
     module: str = ""
+    training_score: str = ""
+    of_text: bool = False
 
 
 TASKS: dict[TaskName, TaskSpec] = {
@@ -59,6 +63,15 @@ TASKS: dict[TaskName, TaskSpec] = {
             label_member="mask",
             module="segmentation.task",
             predictions="components.common.tasks.segmentation.predictions:MaskPredictions",
+        ),
+        TaskSpec(
+            name="translation",
+            score_name="BLEU",
+            label_member="",
+            module="translation.task",
+            predictions="components.common.tasks.translation.predictions:TextPredictions",
+            training_score="of the next tokens",
+            of_text=True,
         ),
     )
 }
