@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import Artifact, DatasetManifest, file_problem, first_problem, how_to_renew
 from components.common.data.loader import Batch, LoaderState
-from components.common.tasks.translation.vocabulary import BOS, PAD, VOCABULARY, Vocabulary
+from components.common.tasks.translation.vocabulary import BOS, PAD, Vocabulary
 
 LENGTH_STEP = 8  # lengths of batches are multiples of it: few shapes, and whole tiles of tensor cores
 _WINDOW = 100  # steps whose pairs are sorted by length together
@@ -90,7 +90,8 @@ class SentenceLoader:
         self._dataset, self._split, self._training, self._seed = dataset, split, training, seed
         self._batch_size, self._batches_per_step = batch_size, batches_per_step
         self._shard_id, self._num_shards, self._device_id = shard_id, num_shards, device_id
-        vocabulary = Vocabulary.read(dataset.file(VOCABULARY))
+        file = dataset.manifest.text_spec.vocabulary
+        vocabulary = Vocabulary.read(dataset.file(file))
         self.num_classes = vocabulary.size
         lines = [line.split("\t") for line in self._lines()]
         self._sources, self._targets = (_Sentences([pair[side] for pair in lines], vocabulary) for side in (0, 1))
@@ -112,7 +113,7 @@ class SentenceLoader:
             self.num_batches = math.ceil(self.num_images / batch_size)
         self._identity = {
             "split": dataset.manifest.splits[split].digest,  # type: ignore[index]
-            "vocabulary": dataset.manifest.files[VOCABULARY].digest,
+            "vocabulary": dataset.manifest.files[file].digest,
             "seed": seed,
             "pairs_per_step": self._step_size,
         }

@@ -13,7 +13,8 @@ import torch
 from components.common.contracts.digests import digest_file
 from components.common.contracts.environment import environment
 from components.common.contracts.manifests import Artifact, DatasetManifest
-from components.common.contracts.records import DatasetStatistics, FileEntry, Split
+from components.common.contracts.records import FileEntry, Split
+from components.common.contracts.transforms import TextSpec
 from components.common.data.loader import Batch
 from components.common.tasks.translation.batches import LENGTH_STEP, SentenceLoader
 from components.common.tasks.translation.vocabulary import BOS, EOS, PAD, Vocabulary, train_vocabulary
@@ -48,15 +49,16 @@ def dataset(pairs: dict[str, list[tuple[str, str]]], tmp_path: Path) -> Artifact
     for split, listed in pairs.items():
         shard = f"{split}.tsv"
         splits[split] = Split(num_images=len(listed), shards=(shard,), class_counts=(), digest=files[shard].digest)
-    statistics = DatasetStatistics(mean=(0, 0, 0), std=(1, 1, 1), min_side=1, median_side=1, max_side=1)
+    size = Vocabulary.read(tmp_path / "vocabulary.model").size
     manifest = DatasetManifest(
-        files={**files, **{f"{split}.idx": files["vocabulary.model"] for split in splits}},
+        task="translation",
+        text=TextSpec(source_language="en", target_language="de", num_tokens=size, max_tokens=100),
+        files=files,
         inputs={},
         config={},
         environment=environment(),
         classes=(),
         splits=splits,
-        statistics=statistics,
         num_rejected=0,
     )
     return Artifact(path=tmp_path, manifest=manifest, digest="")
