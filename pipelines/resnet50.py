@@ -9,7 +9,7 @@ from typing import Any
 from kfp import dsl
 from kfp.dsl.graph_component import GraphComponent
 
-from components.common.tasks import TaskName
+from components.common.tasks import TASKS, TaskName
 from components.export.component import export as export_step
 from components.train.component import train as train_step
 from enginery.cluster.resources import apply_resources
@@ -92,10 +92,16 @@ def whole_chain(
             promote_settings=promote,
         )
 
-    if not in_parts:  # KFP makes an input of each parameter in the signature
-        *inputs, _ = inspect.signature(chain).parameters.values()
-        chain.__signature__ = inspect.Signature(inputs, return_annotation=None)  # type: ignore[attr-defined]
-    return dsl.pipeline(name=name, description=description)(chain)
+    # KFP makes an input of each parameter in the signature, and gives their values by position.
+    unused = {*(() if in_parts else ("num_parts",)), *(("image_size",) if TASKS[task].of_text else ())}
+    inputs = [each for each in inspect.signature(chain).parameters.values() if each.name not in unused]
+
+    def with_inputs(*values: Any) -> None:
+        chain(**{each.name: value for each, value in zip(inputs, values, strict=True)})
+
+    with_inputs.__doc__ = chain.__doc__
+    with_inputs.__signature__ = inspect.Signature(inputs, return_annotation=None)  # type: ignore[attr-defined]
+    return dsl.pipeline(name=name, description=description)(with_inputs)
 
 
 resnet50 = whole_chain("resnet50", "Labelled images -> INT8 model, proved as accurate as the FP32 one.")

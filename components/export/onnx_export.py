@@ -5,7 +5,7 @@ Opset 17, IR 8, classic exporter: what TensorRT 8.6's parser reads. Newer runtim
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,33 +86,55 @@ def export_onnx(model: torch.nn.Module, path: Path, shapes: ShapeSpec) -> None:
         EngineryError: torch can't export the model, or the file isn't as stated above.
     """
     images = torch.zeros(shapes.input_shape(_TRACE_BATCH), device=_device(model))  # [2, C, H, W] float32
+    axes = {name: {0: "batch"} for name in (shapes.input_name, shapes.output_name)}
+    name = f"{type(model).__name__} as ONNX opset {OPSET} at {shapes.height} x {shapes.width} pixels"
+    proto = traced(model, {shapes.input_name: images}, [shapes.output_name], axes, name)
+    _verify_export(proto, shapes)
+    write_atomically(path, fold_constants(proto).SerializeToString())
+
+
+def traced(
+    model: torch.nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    outputs: Sequence[str],
+    axes: Mapping[str, Mapping[int, str]],
+    name: str,
+) -> onnx.ModelProto:
+    """The graph of a model in eval mode, opset 17, IR 8.
+
+    Args:
+        model: left in the mode it came in.
+        inputs: by name, in its order.
+        outputs: their names.
+        axes: names of dynamic axes, by input or output and number of the axis.
+        name: of what is exported, in messages.
+
+    Raises:
+        EngineryError: torch can't export it.
+    """
     try:
         with _eval_mode(model), tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             # The classic exporter is chosen on purpose: the new one writes opset 18, which TensorRT 8.6 gets wrong.
             warnings.filterwarnings("ignore", "You are using the legacy TorchScript", DeprecationWarning)
             warnings.filterwarnings("ignore", "Converting a tensor to a Python")  # the file is compared with the model
+            warnings.filterwarnings("ignore", "Exporting a model to ONNX with a batch_size other than 1")  # likewise
             warnings.filterwarnings("ignore", "The feature will be removed", DeprecationWarning, r"torch\.onnx")
             torch.onnx.export(
                 model,
-                (images,),
+                tuple(inputs.values()),
                 Path(folder, "model.onnx"),
                 dynamo=False,
                 opset_version=OPSET,
-                input_names=[shapes.input_name],
-                output_names=[shapes.output_name],
-                dynamic_axes={shapes.input_name: {0: "batch"}, shapes.output_name: {0: "batch"}},
+                input_names=list(inputs),
+                output_names=list(outputs),
+                dynamic_axes=axes,
             )
             proto = inline_constants(onnx.load(Path(folder, "model.onnx")))
     except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError) as error:
-        raise EngineryError(
-            f"export: torch can't write {type(model).__name__} as ONNX opset {OPSET} at {shapes.height} x "
-            f"{shapes.width} pixels: {_first_line(error)}",
-            code="exporter-failed",
-        ) from error
+        message = f"export: torch can't write {name}: {_first_line(error)}"
+        raise EngineryError(message, code="exporter-failed") from error
     proto.ir_version = IR_VERSION
-    _verify_export(proto, shapes)
-    proto = fold_constants(proto)
-    write_atomically(path, proto.SerializeToString())
+    return proto
 
 
 def check_against_torch(model: torch.nn.Module, path: Path, shapes: ShapeSpec, images: np.ndarray) -> float:

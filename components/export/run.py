@@ -40,6 +40,10 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
     data = load(dataset, DatasetManifest, verify=ALL_FILES if config.verify else ())
     if is_bundle(model):
         return rebuild(config, log, bundle=load(model, BundleManifest, verify=ALL_FILES), data=data, output=output)
+    if data.manifest.text is not None:
+        from components.export import translation
+
+        return translation.run(config, log, model=model, data=data, output=output)
     check_tensorrt(config)
     prepare_directory(output)
     fp32_file = output / ONNX_FILES["fp32"]

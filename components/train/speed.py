@@ -3,7 +3,7 @@
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -41,8 +41,8 @@ _PEAKS: tuple[tuple[str, tuple[float, float | None, float]], ...] = (
 _NO_BF16 = ("V100", "T4")
 
 
-def flops_per_image(model: nn.Module, height: int, width: int) -> float | None:
-    """Floating-point operations of forward and backward over one image; a multiply-add counts as two.
+def flops_per_image(model: nn.Module, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> float | None:
+    """Floating-point operations of forward and backward over one image of this shape; a multiply-add counts as two.
 
     Counts convolutions and matrix products, as torch's flop counter does, on tensors without data. Layers that are
     frozen count only what training needs of them. None for a model that can't run without data.
@@ -51,7 +51,7 @@ def flops_per_image(model: nn.Module, height: int, width: int) -> float | None:
         name: torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
-    images = torch.empty(2, 3, height, width, device="meta")  # BatchNorm wants more than one
+    images = torch.empty(2, *shape, dtype=dtype, device="meta")  # BatchNorm wants more than one
     was_training = model.training
     model.train()
     try:
@@ -149,8 +149,8 @@ class SpeedMeter:
         name = torch.cuda.get_device_name(world.device) if on_gpu else ""
         self._peak = peak_tflops(name, dtype, tf32=tf32)
         self._waits = Waits(world.device)
-        self._flops: dict[tuple[int, int], float | None] = {}  # per image, by height and width
-        self._size = (0, 0)
+        self._flops: dict[tuple[int, ...], float | None] = {}  # per image, by its shape
+        self._shape, self._dtype = torch.Size(), torch.float32  # of an image
         self._num_images = 0
         self._began = time.perf_counter()
         self._last_live = (0.0, 0, 0.0)  # seconds since `begin`, images and seconds of waiting when it was called
@@ -169,7 +169,7 @@ class SpeedMeter:
         """Return the next batch, and note how long it took."""
         batch = self._waits.next(batches)
         self._num_images += len(batch.images)
-        self._size = (batch.images.shape[2], batch.images.shape[3])
+        self._shape, self._dtype = batch.images.shape[1:], batch.images.dtype
         return batch
 
     def live(self) -> dict[str, float]:
@@ -230,11 +230,12 @@ class SpeedMeter:
         )
 
     def _flops_per_image(self) -> float | None:
-        if self._size == (0, 0):  # nothing was left of the epoch
+        if not self._shape:  # nothing was left of the epoch
             return None
-        if self._size not in self._flops:
-            self._flops[self._size] = flops_per_image(self._model, *self._size)
-        return self._flops[self._size]
+        if self._shape not in self._flops:
+            dtype = torch.float32 if self._dtype.is_floating_point else self._dtype
+            self._flops[self._shape] = flops_per_image(self._model, self._shape, dtype)
+        return self._flops[self._shape]
 
 
 TRACE = "trace.json.gz"  # for chrome://tracing or ui.perfetto.dev

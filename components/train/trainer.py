@@ -19,6 +19,7 @@ from components.common.data.loader import Batch, Loader
 from components.common.process.steplog import StepLog
 from components.common.runtimes.architectures import load_weights
 from components.common.tasks.task import Task
+from components.common.tasks.translation.batches import SentenceLoader
 from components.train.arithmetic import compiled, pick_compile_mode, pick_precision, speed_up_small_convolutions
 from components.train.batches import BatchPlan
 from components.train.checkpointing import (
@@ -153,8 +154,8 @@ class Trainer:
         model: nn.Module,
         config: TrainConfig,
         plan: BatchPlan,
-        train: Loader | ReshardedLoader,
-        val: Loader,
+        train: Loader | ReshardedLoader | SentenceLoader,
+        val: Loader | SentenceLoader,
         *,
         world: World,
         log: StepLog,
@@ -379,7 +380,7 @@ class Trainer:
     def _compiled(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         def objective(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             # images: [B, 3, H, W] float32 or, with autocast, float16; channels_last, normalized
-            # labels: [B] int64 or [B, num_classes] float32
+            # labels: [B] int64 or [B, num_classes] float32; of text see SentenceLoader
             with torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype != torch.float32):
                 loss: torch.Tensor = self._loss(self._parallel(images), labels)
             return loss

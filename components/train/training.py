@@ -29,6 +29,8 @@ from components.common.data.loader import Loader, plan_training
 from components.common.process.partial_output import open_partial
 from components.common.process.steplog import StepLog
 from components.common.tasks import TASKS, load_task, task_of
+from components.common.tasks.translation.batches import SentenceLoader
+from components.common.tasks.translation.vocabulary import VOCABULARY
 from components.train.arithmetic import pick_precision, set_arithmetic, threads_per_process
 from components.train.batches import BatchPlan, check_sizes, plan_batches
 from components.train.checkpointing import WEIGHTS, Saved, choose_folder, parse, write_safetensors
@@ -59,7 +61,7 @@ def train(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> 
             if not world.is_main:
                 _train(config, log, data, world, stop)
                 return ""
-            with open_partial(output, known=(WEIGHTS, MLLOG, TRACE)) as folder:
+            with open_partial(output, known=(WEIGHTS, MLLOG, TRACE, VOCABULARY)) as folder:
                 trainer = _train(config, log, data, world, stop, folder)
                 return _publish(trainer, data, output)
 
@@ -78,7 +80,7 @@ def _train(
     content = broadcast(None if checkpoints is None else checkpoints.newest(log), world)
     saved = None if content is None else parse(content)
     torch.manual_seed(config.seed)  # the same weights in all processes
-    splits, num_classes = data.manifest.splits, len(data.manifest.classes)
+    splits, num_classes = data.manifest.splits, data.manifest.num_outputs
     # Of pretrained ones, those of rank 0: DistributedDataParallel hands them round.
     model = starting_model(config, num_classes, log, reads=saved is None and world.is_main)
     torch.manual_seed(config.seed + 1000003 * world.rank)  # and of its own each what a layer drops
@@ -88,7 +90,8 @@ def _train(
         num_train_images=splits["train"].num_images,
         num_val_images=splits["val"].num_images,
     )
-    check_sizes(model, config, plan)
+    if data.manifest.text is None:
+        check_sizes(model, config, plan)
     try:
         loaders = _loaders(config, data, plan, world, saved)
         trainer = Trainer(
@@ -120,7 +123,7 @@ def _train(
         log.note(f"resuming after step {saved.num_steps} of {trainer.num_steps}, where an earlier run stopped{others}")
     del model, saved, content  # they would stay in memory
     _fit(trainer, num_classes)
-    score_name = TASKS[data.manifest.task].score_name
+    score_name = TASKS[data.manifest.task].training_score or TASKS[data.manifest.task].score_name
     target, done = config.target_score_pct, trainer.epochs_to_target
     trainer.mllog.event("run_stop", status="aborted" if target and not done else "success")
     if done:
@@ -185,8 +188,10 @@ def _transform(config: TrainConfig, data: Artifact[DatasetManifest]) -> Transfor
 
 def _loaders(
     config: TrainConfig, data: Artifact[DatasetManifest], plan: BatchPlan, world: World, saved: Saved | None
-) -> tuple[Loader | ReshardedLoader, Loader]:
+) -> tuple[Loader | ReshardedLoader | SentenceLoader, Loader | SentenceLoader]:
     """Return the loaders of training, where `saved` left it, and of validation: this process's part of both splits."""
+    if data.manifest.text is not None:
+        return _sentence_loaders(config, data, plan, world, saved)
     spec, num_threads = _transform(config, data), threads_per_process(world.local_world_size)
     place: dict[str, Any] = {"device_id": world.device_id, "read_timeout_s": config.read_timeout_s}
     own: dict[str, Any] = {
@@ -229,6 +234,21 @@ def _loaders(
         own=partial(own_train, first_epoch=int(num_epochs) + 1),
     )
     return resharded, val
+
+
+def _sentence_loaders(
+    config: TrainConfig, data: Artifact[DatasetManifest], plan: BatchPlan, world: World, saved: Saved | None
+) -> tuple[SentenceLoader, SentenceLoader]:
+    own: dict[str, Any] = {
+        "batch_size": plan.per_gpu_batch_size,
+        "shard_id": world.rank,
+        "num_shards": world.world_size,
+        "device_id": world.device_id,
+    }
+    state = None if saved is None else saved.loader_states()[0]
+    training: dict[str, Any] = {"batches_per_step": plan.num_accumulated, "seed": config.seed, "state": state}
+    train = SentenceLoader(data, "train", training=True, **own, **training)
+    return train, SentenceLoader(data, "val", training=False, **own)
 
 
 def _log_start(trainer: Trainer, data: Artifact[DatasetManifest]) -> None:
@@ -296,6 +316,8 @@ def _publish(trainer: Trainer, data: Artifact[DatasetManifest], output: Path) ->
     else:
         weights = checkpoints.at(trainer.num_steps_of(number)).group("model" if trainer.ema is None else "ema")
     write_safetensors(output / WEIGHTS, weights)
+    if (text := data.manifest.text) is not None:
+        write_atomically(output / text.vocabulary, data.file(text.vocabulary).read_bytes())
     for name in (MLLOG, TRACE):
         if (source := checkpoints.folder / name).exists():
             write_atomically(output / name, source.read_bytes())
@@ -311,7 +333,8 @@ def _publish(trainer: Trainer, data: Artifact[DatasetManifest], output: Path) ->
         task=data.manifest.task,
         architecture=config.architecture,
         classes=data.manifest.classes,
-        transform=_transform(config, data),
+        transform=_transform(config, data) if data.manifest.text is None else None,
+        text=data.manifest.text,
         metrics=metrics,
         history=tuple(map(_finite, trainer.history)),
         profile=trainer.profiler.record,
@@ -322,6 +345,8 @@ def _publish(trainer: Trainer, data: Artifact[DatasetManifest], output: Path) ->
 
 def warn_of_chance_level(log: StepLog, config: TrainConfig, split: Split, score_pct: float) -> None:
     """Warn where the model is no better than one that always names the most frequent class of a split."""
+    if not split.class_counts:
+        return
     share = max(split.class_counts) / split.num_images
     std = math.sqrt(share * (1 - share) / split.num_images)
     if share < 1 and score_pct / 100 <= share + 2 * std:

@@ -56,6 +56,7 @@ _FILES: dict[TaskName, str] = {
     "classification": "pipelines/resnet50.py",
     "detection": "pipelines/detection.py",
     "segmentation": "pipelines/segmentation.py",
+    "translation": "pipelines/translation.py",
 }
 _DESCRIPTIONS = {
     "model": "Your model: .onnx, weights (.safetensors, .pt, .pth) of --architecture, a Checkpoint directory, or a "

@@ -16,7 +16,7 @@ from components.common.contracts.manifests import MANIFEST, claims_of
 from components.common.contracts.settings import resolve
 from components.common.contracts.statistics import SIGNIFICANCE, chance_of
 from components.common.runtimes import RUNTIMES
-from components.common.tasks import task_of
+from components.common.tasks import TASKS, task_of
 from components.export.config import ExportConfig
 from components.export.model_check import check_apart
 from components.gate.config import GateConfig
@@ -70,6 +70,8 @@ def check_inputs(arguments: Mapping[str, Any], *, in_containers: bool = False) -
     """
     check_paths(arguments)
     check_measurements(arguments, in_containers=in_containers)
+    if _is_text(arguments):
+        return ""
     with TemporaryDirectory() as scratch:
         source = _listed(arguments, Path(scratch))
         if source is not None:
@@ -88,6 +90,10 @@ def check_inputs(arguments: Mapping[str, Any], *, in_containers: bool = False) -
         f"listing {arguments['data']} takes long, so whether its validation images are enough for the gate is checked "
         "after preprocess"
     )
+
+
+def _is_text(arguments: Mapping[str, Any]) -> bool:
+    return TASKS[task_of(str(arguments.get("architecture") or ""))].of_text
 
 
 def _listed(arguments: Mapping[str, Any], scratch: Path) -> Source | None:
@@ -349,7 +355,7 @@ def check_memory(arguments: Mapping[str, Any]) -> str:
     Raises:
         UserError: more than the machine has at all, so that a run on its CPU would end by being killed.
     """
-    if "global_batch_size" not in arguments or not arguments.get("architecture"):
+    if "global_batch_size" not in arguments or not arguments.get("architecture") or _is_text(arguments):
         return ""
     devices, image_size = gpus(), _image_size(arguments)
     batch_size = _images_at_once(arguments, len(devices))

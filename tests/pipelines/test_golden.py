@@ -15,7 +15,7 @@ from enginery.local.parameters import STEP_CONFIGS, PipelineFile, load_pipeline
 from tests.pipelines.running import CLUSTER_YAML, ROOT, compiled
 
 GOLDEN = Path(__file__).parent / "golden"
-PIPELINES = ("resnet50", "resnet50_parts", "segmentation", "detection", "quantize", "engines")
+PIPELINES = ("resnet50", "resnet50_parts", "segmentation", "detection", "translation", "quantize", "engines")
 
 
 def documents(text: str) -> list[dict[str, Any]]:

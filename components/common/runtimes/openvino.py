@@ -58,7 +58,7 @@ def profile_layers(onnx_path: Path, shapes: ShapeSpec, batch_size: int) -> list[
     The shortest of some runs counts: what else the machine does only adds to a time.
     """
     latency = {props.hint.performance_mode: props.hint.PerformanceMode.LATENCY}
-    compiled = _compile(onnx_path, {**latency, props.enable_profiling: True})
+    compiled = compile_file(onnx_path, {**latency, props.enable_profiling: True})
     nodes = {}
     for operation in compiled.get_runtime_model().get_ordered_ops():
         names = operation.get_rt_info()["originalLayersNames"].astype(str)
@@ -88,7 +88,7 @@ class OpenVINORunner:
         self._shapes = shapes
         self.device = f"{cpu_name()}, {num_cores()} cores"
         self._onnx_path = onnx_path
-        self._compiled = _compile(onnx_path, {props.hint.performance_mode: props.hint.PerformanceMode.LATENCY})
+        self._compiled = compile_file(onnx_path, {props.hint.performance_mode: props.hint.PerformanceMode.LATENCY})
         self._request = self._compiled.create_infer_request()
         self._queues: dict[int, ov.AsyncInferQueue] = {}  # by the number of streams
 
@@ -119,7 +119,7 @@ class OpenVINORunner:
                 props.hint.num_requests: num_streams,
                 props.num_streams: num_streams,
             }
-            self._queues[num_streams] = ov.AsyncInferQueue(_compile(self._onnx_path, hints), num_streams)
+            self._queues[num_streams] = ov.AsyncInferQueue(compile_file(self._onnx_path, hints), num_streams)
         return self._queues[num_streams]
 
     def close(self) -> None:
@@ -128,7 +128,8 @@ class OpenVINORunner:
         del self._request, self._compiled
 
 
-def _compile(onnx_path: Path, hints: dict[str, object]) -> ov.CompiledModel:
+def compile_file(onnx_path: Path, hints: dict[str, object]) -> ov.CompiledModel:
+    """An ONNX file compiled for the CPU, by OpenVINO's properties."""
     content = onnx_path.read_bytes()  # once: what was looked at can't be swapped any more
     # The server's image has no onnx: what it opens was read when it was written, and is held against its digest.
     if find_spec("onnx") is not None:

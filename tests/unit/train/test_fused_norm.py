@@ -31,7 +31,7 @@ def train_step(model: nn.Module, images: torch.Tensor) -> None:
 @pytest.mark.parametrize("block", [BasicBlock, Bottleneck])
 def test_gradients_and_statistics_are_those_of_torch(block: type[BasicBlock | Bottleneck]) -> None:
     model, fused = networks(block)
-    assert flops_per_image(fused, 64, 64) == flops_per_image(model, 64, 64)
+    assert flops_per_image(fused, (3, 64, 64)) == flops_per_image(model, (3, 64, 64))
     images = torch.randn(3, 3, 37, 50)  # odd sides and even ones
     for network in (model, fused):
         train_step(network, images)

@@ -261,7 +261,7 @@ def test_the_reports_of_an_epoch(train: Train, monkeypatch: pytest.MonkeyPatch) 
     assert 0 < first.data_wait_pct < 100
     model = build_model("squeezenet1_1", 10)
     speed_up_small_convolutions(model)  # as training on a CPU does
-    side = flops_per_image(model, 32, 32)
+    side = flops_per_image(model, (3, 32, 32))
     assert side is not None
     assert second.tflops_per_s == pytest.approx(side * second.train_images_per_s / 1e12)
     assert (second.gpu_power_w, second.peak_pct) == (None, None)  # there is no GPU to ask
@@ -350,10 +350,10 @@ def test_power_is_of_all_gpus_or_of_none(
 def test_flops() -> None:
     model = build_model("resnet50", 1000)
     # 4.09 G multiply-adds forward (He et al., 2016), twice that backward, less the first layer's input gradient.
-    assert flops_per_image(model, 224, 224) == pytest.approx(3 * 2 * 4.09e9, rel=0.02)
+    assert flops_per_image(model, (3, 224, 224)) == pytest.approx(3 * 2 * 4.09e9, rel=0.02)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith("fc."))
-    assert flops_per_image(model, 224, 224) == pytest.approx(2 * 4.09e9, rel=0.02)
+    assert flops_per_image(model, (3, 224, 224)) == pytest.approx(2 * 4.09e9, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,119 @@
+"""What translates sentences: encoder and step of a bundle in OpenVINO, in batches of similar length."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from components.common.contracts.environment import cpu_name, num_cores
+from components.common.contracts.errors import RuntimeUnavailable, UserError
+from components.common.contracts.manifests import Artifact, BundleManifest
+from components.common.contracts.records import Precision
+from components.common.contracts.transforms import TextSpec
+from components.common.tasks.translation.search import Network, padded, search
+from components.common.tasks.translation.vocabulary import Vocabulary
+
+ENCODER = "{}_encoder"  # name of a precision's encoder in a bundle; the step has the precision's own
+ENCODER_INPUTS, ENCODER_OUTPUTS = ("source",), ("memory", "mask", "state")
+STEP_INPUTS, STEP_OUTPUTS = ("tokens", "position", *ENCODER_OUTPUTS), ("logits", "next_state")
+BATCH_SIZE = 32  # sentences
+
+
+class OpenVinoNetwork:
+    """Encoder and step, each an ONNX file compiled for the CPU."""
+
+    def __init__(self, encoder: Path, step: Path) -> None:
+        from openvino import properties as props
+
+        from components.common.runtimes.openvino import compile_file
+
+        latency = {props.hint.performance_mode: props.hint.PerformanceMode.LATENCY}
+        self._encoder = compile_file(encoder, latency).create_infer_request()
+        compiled = compile_file(step, latency)
+        self._step = compiled.create_infer_request()
+        self._inputs = {name for port in compiled.inputs for name in port.get_names()}
+
+    def encode(self, source: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """See Network."""
+        found = self._encoder.infer({"source": source})
+        memory, mask, state = (np.array(found[name]) for name in ENCODER_OUTPUTS)
+        return memory, mask, state
+
+    def step(
+        self, tokens: np.ndarray, position: int, memory: np.ndarray, mask: np.ndarray, state: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See Network."""
+        values = zip(STEP_INPUTS, (tokens, np.array([position]), memory, mask, state), strict=True)
+        # An LSTM knows the position by its state.
+        found = self._step.infer({name: value for name, value in values if name in self._inputs}, share_inputs=True)
+        return found["logits"], np.array(found["next_state"])
+
+
+class Translator:
+    """Translates by one network."""
+
+    runtime = "openvino"
+
+    def __init__(self, network: Network, vocabulary: Vocabulary, text: TextSpec, file: Path) -> None:
+        self._network, self._vocabulary, self._text, self.file = network, vocabulary, text, file
+        self.device = f"{cpu_name()}, {num_cores()} cores"
+
+    def tokens(self, sentences: Sequence[str]) -> list[list[int]]:
+        """Ids of each sentence with its end.
+
+        Raises:
+            UserError: one is longer than the model's sentences.
+        """
+        ids = self._vocabulary.encode(sentences)
+        for number, sentence in enumerate(ids, 1):
+            if len(sentence) > self._text.max_tokens:
+                raise UserError(
+                    f"sentence {number} has {len(sentence):,} tokens, and the model takes {self._text.max_tokens:,} at "
+                    "most; split it",
+                    code="sentence-too-long",
+                )
+        return ids
+
+    def translate(self, sentences: Sequence[str], *, beam_size: int = 1, batch_size: int = BATCH_SIZE) -> list[str]:
+        """Translations in order.
+
+        Args:
+            sentences: up to the model's number of tokens each.
+            beam_size: candidates that the search keeps; 1 takes the likeliest token each time.
+            batch_size: sentences that are translated together, those of similar length.
+
+        Raises:
+            UserError: a sentence is too long.
+        """
+        ids = self.tokens(sentences)
+        found: dict[int, list[int]] = {}
+        for places in batches_by_length(ids, batch_size):
+            source = padded([ids[place] for place in places])
+            best = search(self._network, source, beam_size=beam_size, max_tokens=self._text.max_tokens)
+            found.update(zip(places, best, strict=True))
+        return self._vocabulary.decode([found[place] for place in range(len(ids))])
+
+    def close(self) -> None:
+        """Let go of the network."""
+        del self._network
+
+
+def batches_by_length(sentences: Sequence[Sequence[int]], batch_size: int) -> Iterator[list[int]]:
+    """Places of sentences of similar length together, the longest first."""
+    order = sorted(range(len(sentences)), key=lambda place: -len(sentences[place]))
+    for start in range(0, len(order), batch_size):
+        yield order[start : start + batch_size]
+
+
+def open_translator(bundle: Artifact[BundleManifest], precision: Precision) -> Translator:
+    """What runs a precision on this machine.
+
+    Raises:
+        RuntimeUnavailable: nothing here does.
+    """
+    models, text = bundle.manifest.models, bundle.manifest.text_spec
+    if precision not in models:
+        raise RuntimeUnavailable(f"no file of {precision.upper()} for CPUs", code="no-such-precision")
+    network = OpenVinoNetwork(bundle.file(models[ENCODER.format(precision)]), bundle.file(models[precision]))
+    vocabulary = Vocabulary.read(bundle.file(text.vocabulary))
+    return Translator(network, vocabulary, text, bundle.file(models[precision]))

@@ -1,0 +1,52 @@
+"""Translation in training: cross-entropy by token, and how many of the next tokens are right."""
+
+import torch
+from torch import nn
+
+from components.common.tasks.translation.vocabulary import PAD
+
+
+class Translation:
+    """See Task."""
+
+    def labels(self, fetched: torch.Tensor) -> torch.Tensor:
+        """[B, L] int64, as the loader has them."""
+        return fetched
+
+    def loss(self, label_smoothing: float) -> nn.Module:
+        """Of logits [B, L, V] and labels [B, L]: the mean over tokens that are no padding."""
+        return _TokenLoss(label_smoothing)
+
+    def new_totals(self, num_classes: int, device: torch.device) -> torch.Tensor:
+        """Mean losses of batches, weighed by their sentences; tokens that are right, as a share of a sentence's."""
+        return torch.zeros(2, dtype=torch.float64, device=device)
+
+    def count(self, totals: torch.Tensor, outputs: torch.Tensor, labels: torch.Tensor) -> None:
+        """See Task; sentences count alike, whatever their lengths, so that parts of a split add up."""
+        known = labels != PAD
+        lengths = known.sum(dim=1).clamp(min=1)
+        losses = nn.functional.cross_entropy(
+            outputs.float().transpose(1, 2), labels, ignore_index=PAD, reduction="none"
+        )
+        totals[0] += (losses.sum(dim=1) / lengths).sum()
+        totals[1] += (((outputs.argmax(dim=2) == labels) & known).sum(dim=1) / lengths).sum()
+
+    def result(self, totals: torch.Tensor, num_images: int) -> tuple[float, float]:
+        """Mean loss of a sentence's tokens, and share of the next tokens that are right, in per cent."""
+        loss, right = (total / num_images for total in totals.tolist())
+        return loss, 100 * right
+
+
+class _TokenLoss(nn.Module):
+    def __init__(self, label_smoothing: float) -> None:
+        super().__init__()
+        self._label_smoothing = label_smoothing
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """[B, L, V], [B, L] -> []."""
+        return nn.functional.cross_entropy(
+            outputs.flatten(0, 1), labels.flatten(), ignore_index=PAD, label_smoothing=self._label_smoothing
+        )
+
+
+TASK = Translation()

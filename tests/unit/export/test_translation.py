@@ -1,0 +1,86 @@
+"""Translators as ONNX: both graphs compute what torch does, also in OpenVINO and INT8; the worst layers are found."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from components.common.contracts.settings import resolve
+from components.common.process.steplog import StepLog
+from components.common.runtimes.architectures import build_model
+from components.common.tasks.translation.runners import OpenVinoNetwork
+from components.common.tasks.translation.search import padded, search
+from components.common.tasks.translation.vocabulary import EOS, Vocabulary, train_vocabulary
+from components.export.config import ExportConfig
+from components.export.placement import quantizable_layers
+from components.export.translation import Graphs, OnnxNetwork, _graphs, _Search, teacher_forced
+from enginery.datasets.phrases import phrase_pair
+
+NUM_TOKENS = 400
+SOURCES = [[5, 6, 7, 8, 9, EOS], [5, EOS], [7, 7, 7, EOS]]
+TARGETS = [[9, 8, EOS], [4, 5, 6, 7, EOS], [EOS]]
+
+
+@pytest.fixture(scope="module", params=["transformer_small", "lstm_small"])
+def graphs(request: pytest.FixtureRequest) -> Graphs:
+    torch.manual_seed(0)
+    return _graphs(build_model(f"translation/{request.param}", NUM_TOKENS))
+
+
+def in_openvino(graphs: Graphs, folder: Path) -> OpenVinoNetwork:
+    for graph, name in zip(graphs, ("encoder.onnx", "step.onnx"), strict=True):
+        onnx.save(graph, folder / name)
+    return OpenVinoNetwork(folder / "encoder.onnx", folder / "step.onnx")
+
+
+def quantizer(graphs: Graphs, vocabulary: Vocabulary | None = None) -> _Search:
+    config = resolve(ExportConfig, "export", {})
+    made = {"vocabulary": vocabulary, "translator": partial(dict), "language": "de"}
+    return _Search(config=config, log=StepLog("test"), fp32=graphs, **made)
+
+
+def logits(network: OnnxNetwork | OpenVinoNetwork) -> np.ndarray:
+    return np.concatenate(list(teacher_forced(network, SOURCES, TARGETS)))
+
+
+def test_any_batch_and_length_in_both_runtimes(graphs: Graphs, tmp_path: Path) -> None:
+    expected = logits(OnnxNetwork(graphs))
+    assert expected.shape == (3 + 2 + 2 + 1 + 1, NUM_TOKENS)
+    np.testing.assert_allclose(logits(in_openvino(graphs, tmp_path)), expected, atol=1e-4)
+    for beam_size in (1, 4):
+        found = [
+            search(network, padded(SOURCES), beam_size=beam_size, max_tokens=9)
+            for network in (OnnxNetwork(graphs), in_openvino(graphs, tmp_path))
+        ]
+        assert found[0] == found[1]
+
+
+def test_int8_in_openvino_is_what_the_file_says(graphs: Graphs, tmp_path: Path) -> None:
+    quantized = quantizer(graphs)
+    observed = quantized._histograms(SOURCES, TARGETS)
+    scales = {name: max(each.max_abs, 1e-6) / 127 for own in observed for name, each in own.items()}
+    int8 = quantized._int8(scales, ())
+    num_layers = sum(len(quantizable_layers(graph)) for graph in graphs)
+    codes = [node for graph in int8 for node in graph.graph.node if node.op_type == "DequantizeLinear"]
+    assert len(codes) > num_layers > 4  # weights and activations
+    expected = logits(OnnxNetwork(int8))
+    error = np.abs(expected - logits(OnnxNetwork(graphs))).max() / np.abs(expected).max()
+    assert 0 < error < 0.1
+    np.testing.assert_allclose(logits(in_openvino(int8, tmp_path)), expected, atol=0.02 * np.abs(expected).max())
+
+
+def test_the_layer_that_suffers_is_ranked_first(graphs: Graphs, tmp_path: Path) -> None:
+    pairs = list({phrase_pair(np.random.default_rng(seed)) for seed in range(60)})
+    train_vocabulary((line for pair in pairs for line in pair), NUM_TOKENS, tmp_path / "vocabulary.model")
+    quantized = quantizer(graphs, Vocabulary.read(tmp_path / "vocabulary.model"))
+    encode = quantized.vocabulary.encode
+    observed = quantized._histograms(*(encode([pair[side] for pair in pairs[:8]]) for side in (0, 1)))
+    scales = {name: max(each.max_abs, 1e-6) / 127 for own in observed for name, each in own.items()}
+    layer = quantizable_layers(graphs[1])[-1]
+    (read,) = [node.input[0] for node in graphs[1].graph.node if node.name == layer]
+    ranking = quantized._ranking({**scales, read: 1e-7}, pairs[:4])
+    assert ranking[0].name == layer
+    assert len(ranking) == sum(len(quantizable_layers(graph)) for graph in graphs)
