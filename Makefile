@@ -7,6 +7,8 @@ STATE := .enginery
 ARGS ?=
 # Three test processes for two cores, eight at most; ARGS=-n0 runs the tests in one process, as a debugger needs it.
 PYTEST = CUDA_VISIBLE_DEVICES="" $(BIN)/python -m pytest
+# A test that hangs says where, and fails.
+HANGING = -o faulthandler_timeout=1500 -o faulthandler_exit_on_timeout=true
 PARALLEL = -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # Newer than what they were installed from: nothing to do.
@@ -47,7 +49,7 @@ install-dev: $(INSTALLED_DEV) ## Add what tests, linter and type checker need
 
 test: $(INSTALLED_DEV) ## Quick test suite, without a GPU (ARGS="-k gate" is passed to pytest)
 	@$(INSTALL_TRITON)
-	$(PYTEST) $(PARALLEL) -m "not slow and not postgresql" $(ARGS)
+	$(PYTEST) $(PARALLEL) $(HANGING) -m "not slow and not postgresql" $(ARGS)
 
 test-all: $(INSTALLED_DEV) $(INSTALLED_LINTERS) ## The slow tests and those of the chart, too
 	@$(INSTALL_TRITON)
