@@ -27,7 +27,12 @@ NON_FINGERPRINTED_SETTINGS = (
 class TrainConfig(StepConfig):
     """The recipe, and how it is carried out."""
 
-    architecture: str = Field("resnet50", description="Model by name: torchvision's, or \"timm/\" and timm's.")
+    architecture: str = Field(
+        "resnet50",
+        description="Model by name: torchvision's, or \"timm/\" and timm's. Detection: detection/NAME; on "
+        "backbones of timm detection/fcos_fpn/timm/NAME, detection/retinanet_fpn/timm/NAME. Segmentation: "
+        "segmentation/NAME.",
+    )
     image_size: int = Field(224, ge=32, le=1024, description="Side of the square that the model sees, in pixels.")
     image_sizes: tuple[Annotated[int, Field(ge=16, le=1024)], ...] = Field(
         (),
@@ -63,8 +68,8 @@ class TrainConfig(StepConfig):
         0,
         ge=0,
         le=100,
-        description="Score on validation images (top-1, mIoU) in per cent that ends the training once an epoch reaches "
-        "it; 0 for none. The learning rate falls as for all epochs.",
+        description="Score on validation images (top-1, mIoU, mAP) in per cent that ends the training once an epoch "
+        "reaches it; 0 for none. The learning rate falls as for all epochs.",
     )
     global_batch_size: int = Field(256, ge=2, description="Images per optimizer step, over all processes.")
     per_gpu_batch_size: int = Field(

@@ -29,7 +29,8 @@ def build_model(architecture: str, num_classes: int) -> nn.Module:
 
     Args:
         architecture: a torchvision name such as "resnet50", or "timm/" and a timm name; for another task than
-            classification its name and one of its networks, such as "segmentation/fpn_small".
+            classification its name and one of its networks, such as "segmentation/fpn_small"; some of these take a
+            backbone of timm, such as "detection/fcos_fpn/timm/convnext_tiny".
         num_classes: outputs of the last layer.
 
     Raises:
@@ -37,23 +38,22 @@ def build_model(architecture: str, num_classes: int) -> nn.Module:
     """
     if (task := task_of(architecture)) != "classification":
         own = networks_of(task)
-        if (name := architecture.removeprefix(f"{task}/")) not in own:
+        name, has_backbone, backbone = architecture.removeprefix(f"{task}/").partition("/timm/")
+        if (key := f"{name}/timm/NAME" if has_backbone else name) not in own:
             raise UserError(
                 f"no network {architecture!r}; take one of {', '.join(f'{task}/{each}' for each in own)}",
                 code="unknown-architecture",
                 setting="architecture",
             )
-        return own[name](num_classes)
+        if not has_backbone:
+            return own[key](num_classes)
+        _check_timm(backbone)
+        return own[key](num_classes, backbone)
     if architecture.startswith("timm/"):
         import timm
 
         name = architecture.removeprefix("timm/")
-        if not timm.is_model(name):
-            raise UserError(
-                f"timm has no model {name!r}; `python -c 'import timm; print(timm.list_models())'` lists them",
-                code="unknown-architecture",
-                setting="architecture",
-            )
+        _check_timm(name)
         return timm.create_model(name, num_classes=num_classes)
     if architecture not in known_architectures():
         import difflib
@@ -75,6 +75,17 @@ def build_model(architecture: str, num_classes: int) -> nn.Module:
     import torchvision
 
     return torchvision.models.get_model(architecture, weights=None, num_classes=num_classes, **options)
+
+
+def _check_timm(name: str) -> None:
+    import timm
+
+    if not timm.is_model(name):
+        raise UserError(
+            f"timm has no model {name!r}; `python -c 'import timm; print(timm.list_models())'` lists them",
+            code="unknown-architecture",
+            setting="architecture",
+        )
 
 
 def read_weights(path: Path, source: str = "") -> dict[str, torch.Tensor]:

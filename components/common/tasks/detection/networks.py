@@ -1,16 +1,19 @@
-"""Detectors: fcos_small, and three of torchvision. Each returns what `boxes` describes: [B, A, 8 + classes].
+"""Detectors: fcos_small, and three of torchvision, of which two take backbones of timm.
+
+Each returns what `boxes` describes: [B, A, 8 + classes].
 
 Every class has a sigmoid of its own, and there is no background class, no centerness and nothing after the heads:
 non-maximum suppression is outside, so that shapes are static.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from components.common.contracts.errors import UserError
 from components.common.tasks.layers import ConvBlock, Pyramid
 
 _PRIOR = 0.01  # of a class at an anchor before training (Lin et al., "Focal Loss", 2017)
@@ -175,20 +178,68 @@ def _squares(sides: Sequence[float]) -> torch.Tensor:
     return torch.tensor(sides).float().reshape(-1, 1, 1).repeat(1, 1, 2)
 
 
-def _torchvision(name: str, num_classes: int) -> Any:
+class _Backbone(nn.Module):
+    """The maps of a network of timm at strides 8, 16 and 32, and torchvision's pyramid over them."""
+
+    def __init__(self, name: str) -> None:
+        """Raises UserError: the network has no such maps."""
+        from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastLevelP6P7
+
+        super().__init__()
+        with torch.device("meta"):
+            maps = _timm(name).feature_info.info
+        places = {entry["reduction"]: place for place, entry in enumerate(maps)}  # the last one of a stride
+        if missing := [stride for stride in _PYRAMID[:3] if stride not in places]:
+            raise UserError(
+                f"timm's {name} has maps at strides {', '.join(map(str, places))}, and none at {missing[0]}: a pyramid "
+                f"takes {', '.join(map(str, _PYRAMID[:3]))}. Take a backbone with stages, such as resnet50, "
+                "convnext_tiny, mobilenetv3_large_100 or swin_tiny_patch4_window7_224",
+                code="backbone-without-strides",
+                setting="architecture",
+            )
+        chosen = [places[stride] for stride in _PYRAMID[:3]]
+        self.body = _timm(name, out_indices=chosen)
+        self.out_channels = 256  # as torchvision's
+        channels = [maps[place]["num_chs"] for place in chosen]
+        blocks = LastLevelP6P7(self.out_channels, self.out_channels)
+        self.fpn = FeaturePyramidNetwork(channels, self.out_channels, extra_blocks=blocks)
+
+    def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        """[B, 3, H, W] -> [B, 256, H / stride, W / stride] for each stride of the pyramid."""
+        maps = self.body(images)
+        if str(getattr(self.body, "output_fmt", "")).endswith("NHWC"):
+            maps = [each.permute(0, 3, 1, 2) for each in maps]
+        found: dict[str, torch.Tensor] = self.fpn({str(place): each for place, each in enumerate(maps)})
+        return found
+
+
+def _timm(name: str, **options: Any) -> Any:
+    import timm
+
+    if "swin" in name:  # else it takes images of its published size alone
+        options["strict_img_size"] = False
+    return timm.create_model(name, features_only=True, **options)
+
+
+def _torchvision(name: str, num_classes: int, backbone: str = "") -> Any:
+    """A detector of torchvision, on its own backbone or one of timm."""
     from torchvision.models import detection
 
+    if backbone:
+        return getattr(detection, name)(_Backbone(backbone), num_classes)
     return getattr(detection, name)(weights=None, weights_backbone=None, num_classes=num_classes)
 
 
-def _retinanet(num_classes: int) -> nn.Module:
-    network = _torchvision("retinanet_resnet50_fpn", num_classes)
+def _retinanet(num_classes: int, backbone: str = "") -> nn.Module:
+    name = "RetinaNet" if backbone else "retinanet_resnet50_fpn"
+    network = _torchvision(name, num_classes, backbone)
     corners = torch.stack(network.anchor_generator.cell_anchors)  # [levels, 9, 4]
     return _AnchorBased(network, Anchors(corners[..., 2:] - corners[..., :2], offset=0, whole_strides=True))
 
 
-def _fcos(num_classes: int) -> nn.Module:
-    network = _torchvision("fcos_resnet50_fpn", num_classes)
+def _fcos(num_classes: int, backbone: str = "") -> nn.Module:
+    name = "FCOS" if backbone else "fcos_resnet50_fpn"
+    network = _torchvision(name, num_classes, backbone)
     network.head.regression_head = _BoxHead(network.head.regression_head)
     return _AnchorFree(network, Anchors(_squares(_PYRAMID), offset=0, whole_strides=True))
 
@@ -201,10 +252,12 @@ def _ssdlite(num_classes: int) -> nn.Module:
     return _AnchorBased(network, Anchors(shapes, offset=0.5, relative=True))
 
 
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
     "fcos_small": FcosSmall,
     "fcos_resnet50_fpn": _fcos,
+    "fcos_fpn/timm/NAME": _fcos,
     "retinanet_resnet50_fpn": _retinanet,
+    "retinanet_fpn/timm/NAME": _retinanet,
     "ssdlite320_mobilenet_v3_large": _ssdlite,
 }
-"""By name: from the number of classes to a network."""
+"""By name: from the number of classes, and the name of a backbone where it has one, to a network."""

@@ -5,9 +5,13 @@ import json
 from pathlib import Path
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
+import torch
 from click.testing import CliRunner
 from PIL import Image
+from safetensors.torch import save_file
 
 from components.common.contracts.manifests import (
     BundleManifest,
@@ -16,8 +20,12 @@ from components.common.contracts.manifests import (
     VerdictManifest,
     load,
 )
+from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
+from components.common.runtimes.architectures import build_model
 from components.common.tasks.answers import View, answers_of
+from components.export.config import ExportConfig
+from components.export.run import run as export
 from components.gate.config import GateConfig
 from components.gate.run import run as gate
 from components.promote.pyfunc import BundleModel
@@ -85,3 +93,28 @@ def test_inspect_lists_objects(chain: Chain, tmp_path: Path) -> None:
     fp32, fp16, int8 = json.loads(done.output)["results"]
     assert {"classes", "labels", "scores", "boxes"} <= fp32.keys() & int8.keys()
     assert fp16["runtime"] == "n/a"
+
+
+def test_a_detector_on_a_backbone_of_timm_becomes_int8(chain: Chain, tmp_path: Path) -> None:
+    architecture = "detection/fcos_fpn/timm/mobilenetv3_small_050"
+    torch.manual_seed(0)
+    network = build_model(architecture, len(CLASSES) - 1).eval()
+    save_file(network.state_dict(), tmp_path / "weights.safetensors")
+    settings = {"architecture": architecture, "image_size": 64, "resize_ratio": 1.0, "tensorrt": "off"}
+    settings |= {"num_ranking_images": 0, "mixed_engines": 0, "num_calibration_images": 16}
+    source = {"model": tmp_path / "weights.safetensors", "dataset": chain.dataset}
+    export(resolve(ExportConfig, "export", settings), StepLog("test"), **source, output=tmp_path / "bundle")
+    images = np.random.default_rng(0).normal(size=(2, 3, 64, 64)).astype(np.float32)
+    fp32, int8 = (
+        onnxruntime.InferenceSession(tmp_path / "bundle" / f"{name}.onnx").run(None, {"images": images})[0]
+        for name in ("fp32", "int8")
+    )
+    with torch.no_grad():
+        np.testing.assert_allclose(fp32, network(torch.from_numpy(images)), rtol=0, atol=1e-3)
+    assert not np.array_equal(fp32, int8)
+    assert np.corrcoef(fp32[..., 8:].ravel(), int8[..., 8:].ravel())[0, 1] > 0.9
+    nodes = onnx.load(tmp_path / "bundle" / "int8.onnx").graph.node
+    dequantized = {node.output[0] for node in nodes if node.op_type == "DequantizeLinear"}
+    convolutions = [node for node in nodes if node.op_type == "Conv"]
+    quantized = [node for node in convolutions if set(node.input[:2]) <= dequantized]
+    assert len(quantized) > 0.9 * len(convolutions) > 40

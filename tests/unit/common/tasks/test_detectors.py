@@ -20,6 +20,9 @@ NUM_ANCHORS = {  # at 64 px
     "fcos_resnet50_fpn": 8 * 8 + 4 * 4 + 2 * 2 + 1 + 1,
     "retinanet_resnet50_fpn": 9 * (8 * 8 + 4 * 4 + 2 * 2 + 1 + 1),
     "ssdlite320_mobilenet_v3_large": 6 * (4 * 4 + 2 * 2 + 1 + 1 + 1 + 1),
+    "fcos_fpn/timm/convnext_atto": 8 * 8 + 4 * 4 + 2 * 2 + 1 + 1,
+    "retinanet_fpn/timm/mobilenetv3_small_050": 9 * (8 * 8 + 4 * 4 + 2 * 2 + 1 + 1),
+    "fcos_fpn/timm/swin_tiny_patch4_window7_224": 8 * 8 + 4 * 4 + 2 * 2 + 1 + 1,  # whose maps are channels last
 }
 
 
@@ -31,10 +34,10 @@ def labels(*objects: tuple[float, ...], num: int = 4) -> torch.Tensor:
     return padded
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", NUM_ANCHORS)
 def test_anchors_cover_the_image_and_the_loss_has_gradients(architecture: str) -> None:
     torch.manual_seed(0)
-    model = ARCHITECTURES[architecture](3).eval()
+    model = build_model(f"detection/{architecture}", 3).eval()
     outputs = model(torch.randn(2, 3, 64, 64))
     assert outputs.shape == (2, NUM_ANCHORS[architecture], 8 + 3)
     anchors = outputs[0, :, :4].detach()
@@ -78,9 +81,20 @@ def test_boxes_are_those_of_torchvision_with_the_same_weights(architecture: str)
     torch.testing.assert_close(corners(outputs)[0], theirs, rtol=0, atol=0.01 if "retina" in architecture else 2.0)
 
 
-def test_unknown_detector() -> None:
-    with refuses("unknown-architecture", "architecture"):
-        build_model("detection/resnet50", 3)
+@pytest.mark.parametrize(
+    ("architecture", "code"),
+    [
+        ("resnet50", "unknown-architecture"),
+        ("fcos_small/timm/resnet18", "unknown-architecture"),
+        ("fcos_fpn/timm/NAME", "unknown-architecture"),
+        ("fcos_fpn/timm/", "unknown-architecture"),
+        ("fcos_fpn/timm/vit_tiny_patch16_224", "backbone-without-strides"),
+        ("retinanet_fpn/timm/nest_tiny", "backbone-without-strides"),  # 4, 8 and 16
+    ],
+)
+def test_detectors_that_there_are_not(architecture: str, code: str) -> None:
+    with refuses(code, "architecture"):
+        build_model(f"detection/{architecture}", 3)
 
 
 def test_each_object_gets_anchors_and_padding_and_ignored_ones_none() -> None:
