@@ -384,6 +384,13 @@ def _describe(proto: onnx.ModelProto, path: Path) -> OnnxClassifier:
             code="image-too-large",
         )
     output_size = _dims(logits) or _dims(onnx.shape_inference.infer_shapes(proto).graph.output[0])
+    if len(output_size) > 2 and 1 not in output_size[1:]:
+        raise UserError(
+            f"{path}: output '{logits.name}' has shape {output_size}, answers for each pixel or place of an image, as "
+            "of a network for segmentation or detection. Of ONNX files classifiers are supported, with [N, classes]. "
+            "Train a network of that task by pipelines/segmentation.py or pipelines/detection.py instead",
+            code="other-task",
+        )
     if len(output_size) != 2 or not isinstance(output_size[1], int) or isinstance(output_size[0], int):
         raise UserError(
             f"{path}: output '{logits.name}' has shape {output_size}, expected [N, classes] with a dynamic N and a "

@@ -119,10 +119,12 @@ def check_model(model: Path, architecture: str, classes: Sequence[str] | None, i
     if model.is_dir() and (model / MANIFEST).exists():
         checkpoint = None
         if claims_of((model / MANIFEST).read_bytes()).get("kind") == "bundle":
-            own = load(model, BundleManifest, verify=ALL_FILES).manifest.classes
+            found: BundleManifest | CheckpointManifest = load(model, BundleManifest, verify=ALL_FILES).manifest
         else:
             checkpoint = load(model, CheckpointManifest, verify=(".safetensors",))
-            own = checkpoint.manifest.classes
+            found = checkpoint.manifest
+        own, fix = found.classes, "name another model"
+        check_task(f"the model {model}", found.task, task_of(architecture), fix)
         if classes is not None and own != tuple(classes):
             raise UserError(
                 f"the model {model} has other classes than the data: {compare_classes(own, tuple(classes))}",

@@ -301,7 +301,8 @@ class IssueFinder:
         """Classes without images, and a largest class of more than 10 times the images of the smallest."""
         counts, things = self.class_counts("train"), "objects" if self._has_objects else "images"
         largest, smallest = int(counts.argmax()), int(np.where(counts > 0, counts, counts.max() + 1).argmin())
-        if (ratio := counts[largest] / counts[smallest]) > _MAX_RATIO:
+        if counts[largest] > _MAX_RATIO * counts[smallest]:
+            ratio = counts[largest] / counts[smallest]
             line = (
                 f"the classes are uneven: {self.classes[largest]!r} has {ratio:,.1f} times as many training {things} "
                 f"as {self.classes[smallest]!r} ({counts[largest]:,} and {counts[smallest]:,}). Small classes are "

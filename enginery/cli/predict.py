@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from enginery.serving.client.client import Answer
 
 _STDIN = "-"
+_TOP_K = 3
 
 
 @click.command()
 @click.argument("images", nargs=-1, metavar="IMAGE [IMAGE ...]")
 @server_url
 @server_model
-@click.option("--top-k", default=3, type=click.IntRange(1), show_default=True, help="Classes for each image.")
+@click.option("--top-k", type=click.IntRange(1), show_default="3", help="Of a classifier: classes for each image.")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON instead of a table.")
 @click.option(
     "--picture", type=PATH, metavar="FILE.png|DIR", help="Of boxes and masks: also draw them; a folder for many images."
@@ -46,7 +47,7 @@ def predict(
     images: tuple[str, ...],
     url: str,
     model: str | None,
-    top_k: int,
+    top_k: int | None,
     as_json: bool,
     picture: Path | None,
     timeout: float,
@@ -62,7 +63,7 @@ def predict(
     from enginery.serving.client.client import AsyncClient
     from enginery.serving.client.transport import RetryPolicy
 
-    named = list(_named_images(images))
+    named, num_classes = list(_named_images(images)), top_k or _TOP_K
     if picture is not None:
         _check_picture(picture, len(named))
 
@@ -70,21 +71,22 @@ def predict(
         async with AsyncClient(url, model=model, retry=RetryPolicy(timeout_s=timeout, retry_s=retry)) as client:
             served = await client.classifier()
             reads = [read for _, read in named]
+            _check_options(picture, top_k, is_classifier=not served.answer_output)
             if served.answer_output:
                 task = answers_of((await client.parameters()).get("task", ""))
                 found = client.each(reads, client.answer, concurrency=concurrency)
                 return served.name, task, [answer async for answer in found]
-            each = client.classify_each(reads, top_k=top_k, concurrency=concurrency)
+            each = client.classify_each(reads, top_k=num_classes, concurrency=concurrency)
             return served.name, None, [answer async for answer in each]
 
     name, task, answers = asyncio.run(ask())
     names = [image for image, _ in named]
-    if picture is not None:
+    if picture is not None and task is not None:
         _draw(picture, named, answers, task)
     if as_json:
         click.echo(json.dumps({"url": url, "model": name, "results": _as_json(names, answers)}, indent=1))
     else:
-        _print_table(names, answers, top_k, task)
+        _print_table(names, answers, num_classes, task)
     _end(names, answers)
 
 
@@ -145,18 +147,25 @@ def _check_picture(picture: Path, num_images: int) -> None:
             ) from None
 
 
+def _check_options(picture: Path | None, top_k: int | None, *, is_classifier: bool) -> None:
+    """Refuse an option that the answers of the model's task have no use for."""
+    if is_classifier and picture is not None:
+        message = "the model names classes, which no picture shows; leave --picture out"
+        raise UserError(message, code="other-task", setting="--picture")
+    if not is_classifier and top_k is not None:
+        message = "the model answers with boxes or masks, all that it finds; leave --top-k out"
+        raise UserError(message, code="other-task", setting="--top-k")
+
+
 def _draw(
     picture: Path,
     named: Sequence[tuple[str, Callable[[], bytes]]],
     answers: "Sequence[Answer | dict[str, Any] | EngineryError]",
-    task: "Answers | None",
+    task: "Answers",
 ) -> None:
     """Write images with their answers: into a folder by their numbers and names, or one into a file."""
     from components.common.data.image_files import rgb
 
-    if task is None:
-        message = "the model names classes, which no picture shows; leave --picture out"
-        raise UserError(message, code="other-task", setting="--picture")
     for number, ((name, read), answer) in enumerate(zip(named, answers, strict=True), 1):
         if not isinstance(answer, dict) or name == "standard input":
             continue

@@ -43,6 +43,7 @@ _CHUNK_BYTES = 1 << 20
 _MAX_OBJECTS = 20_000_000
 _MAX_XML_BYTES = 1 << 22
 _MAX_REASON = 200
+_MOST_SHARE = 2.0  # of YOLO's numbers: a box may reach out of the image
 _NUM_READERS = 8  # of many small files
 _NAME_FILES = ("data.yaml", "data.yml", "dataset.yaml", "classes.txt", "obj.names", "_darknet.labels")
 _LISTS = "ImageSets/Main"
@@ -259,10 +260,12 @@ def json_arrays(file: BinaryIO, where: str, names: Iterable[str]) -> Iterator[tu
         Name of an array and None where it begins, then the name and each element.
 
     Raises:
-        UserError: it is no JSON, or an element is too large.
+        UserError: it is empty or no JSON, or an element is too large.
     """
     stream, wanted = _JsonStream(file, where), set(names)
-    if stream.peek() != "{":
+    if (first := stream.peek()) != "{":
+        if not first:
+            raise UserError(f"{where} is empty; export the annotations again, or remove it", code="damaged-annotations")
         return  # of another kind
     separator = stream.take("{")
     while (separator in "{,") and stream.peek() != "}":
@@ -467,6 +470,11 @@ def _add_yolo_object(annotated: Annotated, name: str, line: str) -> None:
     kind, *rest = (float(value or 0) for value in values)
     if kind != int(kind):
         annotated.refused.append((name, f"unknown class: {kind:g}", False))
+        return
+    if max(rest) > _MOST_SHARE:
+        annotated.refused.append(
+            (name, f"in pixels, and YOLO asks for shares of the image's sides: {_short(line)}", False)
+        )
         return
     if len(rest) == 4:
         x, y, width, height = rest

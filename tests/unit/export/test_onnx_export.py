@@ -259,6 +259,8 @@ def test_torch_exports_of_other_opsets(net, tmp_path, opset):
         ({"output_shape": ["N", 1]}, "one-output", ""),
         ({"output_shape": ["N", 5, 1, 1]}, "wrong-output-shape", ""),
         ({"output_shape": [1, 5]}, "wrong-output-shape", ""),
+        ({"output_shape": ["N", 5, 16, 24]}, "other-task", ""),
+        ({"output_shape": ["N", 100, 12]}, "other-task", ""),
         ({"last": "Sigmoid"}, "multi-label", ""),
         ({"last": "HardSigmoid"}, "multi-label", ""),
         *(

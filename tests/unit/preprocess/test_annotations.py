@@ -242,6 +242,7 @@ def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path) -> None:
 
     write_yolo(tmp_path / "yolo")
     lines = "0 0.5 0.5 0.25 0.5\n7 0.5 0.5 0.1 0.1\n1 0.5 0.5\n1 nan 0.5 0.1 0.1\n1 0.25 0.25 0.75 0.25 0.75 0.75\n"
+    lines += "1 32 24 16 10\n"
     (tmp_path / "yolo" / "labels" / "train" / "b.txt").write_text(lines, encoding="utf-8")
     (tmp_path / "yolo" / "labels" / "train" / "gone.txt").write_text("0 0.5 0.5 1 1\n", encoding="utf-8")
     found = packed(tmp_path / "yolo", tmp_path / "y", max_bad_fraction=0.9)
@@ -249,6 +250,7 @@ def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path) -> None:
     assert [reason for _, reason, _ in problems(found)] == [
         "no class and box of five numbers",
         "no class and box of five numbers",
+        "in pixels, and YOLO asks for shares of the image's sides",
         "unknown class",
     ]
     assert rejected(found.path)["labels/train/gone.txt"] == "labels of an image that is not there"
@@ -263,6 +265,8 @@ def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path) -> None:
         '{"images": ' + "[" * 100_000,
         '{"images": [{"id": 1, "file_name": "a.png"} {"id": 2}]}',
         '{"images" []}',
+        "",
+        " \n",
     ],
 )
 def test_json_that_is_none_or_not_as_coco_asks(text: str, tmp_path: Path) -> None:

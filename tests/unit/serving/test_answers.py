@@ -75,6 +75,9 @@ def test_predict_writes_json_and_pictures(masks: Running, files: list[Path], tmp
     table = CliRunner().invoke(predict, [names[0], *url, "--picture", str(tmp_path / "one.png")])
     assert results[0]["classes"][0] in table.output
     assert Image.open(tmp_path / "one.png").size == (64, 64)
+    refused = CliRunner().invoke(predict, [names[0], *url, "--top-k", "2"])
+    assert isinstance(refused.exception, UserError)
+    assert (refused.exception.code, refused.exception.setting) == ("other-task", "--top-k")
 
 
 def test_a_challenger_is_of_classifiers(segmentation_chain: Chain, tmp_path: Path) -> None:

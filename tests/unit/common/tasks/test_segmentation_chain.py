@@ -26,6 +26,7 @@ from components.common.runtimes.selection import select_runtime
 from components.common.tasks.segmentation.answers import mask_of
 from components.export.config import ExportConfig
 from components.export.run import run as export
+from components.export.sources import check_model
 from components.gate.config import GateConfig
 from components.gate.run import run as gate
 from components.promote.packaging import write_model
@@ -171,7 +172,10 @@ def test_steps_refuse_what_is_of_another_task(chain: Chain, tmp_path: Path, digi
     settings = resolve(ExportConfig, "export", {"tensorrt": "off"})
     with refuses("other-task"):
         export(settings, log, model=chain.checkpoint, dataset=digits_dataset.path, output=tmp_path / "bundle")
-    with refuses("wrong-output-shape"):  # own ONNX files are classifiers
+    for model in (chain.checkpoint, chain.bundle, chain.bundle / "fp32.onnx"):  # before a run
+        with refuses("other-task"):
+            check_model(model, "", None, 64)
+    with refuses("other-task"):  # own ONNX files are classifiers
         export(
             settings,
             log,
