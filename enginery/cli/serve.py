@@ -167,7 +167,7 @@ def start(
                 echo(f"warning: {note}", err=True)
             for protocol, url in ports.urls().items():
                 click.echo(f"  {protocol:9}{url}")
-            status = server.wait()
+            status = server.serve(lambda line: echo(line, err=True))
     if status:
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
         raise EngineryError(f"the server ended by itself ({how}): {server.reason()}", code="server-ended")
@@ -263,28 +263,24 @@ def _config(**values: Any) -> Any:
 @contextmanager
 def _stopped_by_signals(server: "Server") -> Iterator[None]:
     """Ctrl-C and SIGTERM let requests in progress finish; a second one does not wait for them."""
-    asked: list[int] = []
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        asked.append(signum)
-        if len(asked) == 1:
+        if not server.stopping:
             click.echo("stopping: requests in progress are finished; once more ends it at once", err=True)
-            server.process.terminate()
-        else:
-            server.process.kill()
+        server.ask_to_stop()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     except EngineryError:
-        if not asked:
+        if not server.stopping:
             raise
     finally:
         if server.process.poll() is None:
             server.stop()
         for number, handler in before.items():
             signal.signal(number, handler)
-    if asked:
+    if server.stopping:
         sys.exit(0)
 
 

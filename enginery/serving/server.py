@@ -34,6 +34,7 @@ from enginery.serving.loading import HEADER
 DRAIN_S = 30  # time for requests in progress when the server is told to stop
 _POLL_S = 0.1
 _MAX_STARTS = 3
+_STEADY_S = 60.0  # a server that took requests for so long has recovered
 _MODELS_END_S = 2.0  # for the Python models, once Triton is gone
 _SHARED = "enginery_"  # how the Python backend's files in /dev/shm begin; then comes the number of our process
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -141,6 +142,7 @@ class Server:
     launch: Callable[[], subprocess.Popen[str]]
     log: deque[str] = field(default_factory=lambda: deque(maxlen=400))
     echo: Callable[[str], None] | None = None  # for lines of the log, once the server is ready
+    stopping: bool = False  # it was asked to end, and is not started again
 
     @classmethod
     def start(
@@ -217,12 +219,41 @@ class Server:
             if self._becomes_ready():
                 return
             time.sleep(_POLL_S)  # the log's last lines
-            if self.process.returncode != -signal.SIGABRT or not left:
+            if self.process.returncode != -signal.SIGABRT or self.stopping or not left:
                 raise EngineryError(f"the server did not start: {self.reason()}", code="server-not-started")
             self._tidy()
-            self.log.clear()
-            self.process = self.launch()
-            self._follow_log()
+            self._start_again()
+
+    def serve(self, say: Callable[[str], None]) -> int:
+        """Until it ends by itself or is stopped; where it aborts it is started again, and `say` gets a line.
+
+        Returns:
+            Its exit status, negative for a signal.
+
+        Raises:
+            EngineryError: it did not start again.
+        """
+        left = _MAX_STARTS - 1
+        while True:
+            ready_s = time.monotonic()
+            status = self.wait()
+            if time.monotonic() - ready_s >= _STEADY_S:
+                left = _MAX_STARTS - 1
+            if status != -signal.SIGABRT or self.stopping or not left:
+                return status
+            left -= 1
+            time.sleep(_POLL_S)  # the log's last lines
+            say(f"the server aborted ({self.reason()}) and is started again")
+            self._start_again()
+            self.wait_until_ready()
+            say("ready again")
+
+    def _start_again(self) -> None:
+        self.log.clear()
+        self.process = self.launch()
+        if self.stopping:  # since the last one ended, which was told so instead
+            self.process.terminate()
+        self._follow_log()
 
     def _becomes_ready(self) -> bool:
         """True when it takes requests, False when it ended."""
@@ -244,6 +275,13 @@ class Server:
                 return " ".join(message.replace("\\n", " ").replace('\\"', '"').split())
         errors = [line for line in lines if line.startswith(_ERRORS) and _HARMLESS not in line]
         return (errors or lines or [f"it ended with {self.process.returncode}"])[-1]
+
+    def ask_to_stop(self) -> None:
+        """Have it finish the requests in progress and end; asked again it ends at once."""
+        if self.stopping:
+            self.process.kill()
+        self.stopping = True
+        self.process.terminate()
 
     def stop(self) -> None:
         """Let it finish the requests in progress, then end it."""

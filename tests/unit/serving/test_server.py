@@ -199,6 +199,42 @@ def test_a_server_that_aborts_while_it_starts_is_started_again(triton, exported)
         server.kill()
 
 
+def abort(running: Running) -> None:
+    children = psutil.Process(running.process.pid).children()
+    next(child for child in children if "tritonserver" in child.name()).send_signal(signal.SIGABRT)
+
+
+def wait_until_ready_again(running: Running, times: int) -> None:
+    deadline = time.monotonic() + 600
+    while running.log.read_text().count("ready again") < times:
+        assert running.process.poll() is None, running.log.read_text()
+        assert time.monotonic() < deadline, running.log.read_text()
+        time.sleep(0.05)
+
+
+def test_a_server_that_aborts_while_it_serves_is_started_again(triton, exported, images, tmp_path: Path) -> None:
+    with serving(exported.path, tmp_path) as running:
+        processes = psutil.Process(running.process.pid).children(recursive=True)
+        abort(running)
+        wait_until_ready_again(running, 1)
+        assert psutil.wait_procs(processes, timeout=60)[1] == []
+        assert running.infer(images[:1]).status == 200
+        running.process.terminate()
+        assert running.process.wait(600) == 0
+        assert list(Path("/dev/shm").glob(f"enginery_{running.process.pid}_*")) == []
+
+
+@pytest.mark.slow
+def test_a_server_that_aborts_again_and_again_ends(triton, exported, tmp_path: Path) -> None:
+    with serving(exported.path, tmp_path) as running:
+        for times in (1, 2):
+            abort(running)
+            wait_until_ready_again(running, times)
+        abort(running)
+        assert running.process.wait(600) == 1
+    assert "the server ended by itself (signal 6)" in running.log.read_text()
+
+
 @pytest.mark.slow
 def test_the_server_ends_with_its_killed_parent(triton, exported, tmp_path: Path) -> None:
     with serving(exported.path, tmp_path) as running:
