@@ -4,10 +4,10 @@ import gc
 import time
 
 import torch
-from torch import nn
 
 from components.common.data.loader import NO_MEMORY
 from components.common.runtimes.architectures import build_model
+from components.common.tasks import load_task, task_of
 from components.train.arithmetic import pick_precision
 from components.train.batches import BatchPlan
 from components.train.config import TrainConfig
@@ -105,14 +105,16 @@ def _train_a_little(batch_size: int, config: TrainConfig, world: World, num_clas
     dtype = pick_precision(config, device)
     loaded = torch.float32 if dtype == torch.float32 else torch.float16
     images = torch.zeros(batch_size, side, side, 3, dtype=loaded, device=device).permute(0, 3, 1, 2)
-    labels = torch.zeros(batch_size, dtype=torch.int64, device=device)
+    task = load_task(task_of(config.architecture))
+    loss_of = task.loss(config.label_smoothing)
     # What DistributedDataParallel keeps beside the gradients.
     buckets = [torch.empty_like(one) for one in model.parameters() if one.requires_grad] if world.world_size > 1 else []
     for _ in range(_NUM_STEPS):
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            loss = nn.functional.cross_entropy(model(images), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
+            outputs = model(images)
+            loss = loss_of(outputs, task.blank_labels(outputs))
+        loss.backward()
         optimizer.step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

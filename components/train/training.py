@@ -43,6 +43,8 @@ from components.train.resharding import ReshardedLoader
 from components.train.speed import NUM_SKIPPED, TRACE
 from components.train.trainer import MLLOG, Trainer
 
+_NOTHING_PCT = 1.0  # of mAP and mIoU
+
 
 def train(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> str:
     """Train in this process, alone or with others; rank 0 writes. Returns the outcome."""
@@ -344,17 +346,23 @@ def _publish(trainer: Trainer, data: Artifact[DatasetManifest], output: Path) ->
 
 
 def warn_of_chance_level(log: StepLog, config: TrainConfig, split: Split, score_pct: float) -> None:
-    """Warn where the model is no better than one that always names the most frequent class of a split."""
+    """Warn where the model is no better than one that always names the most frequent class of a split.
+
+    Of a score that is no share of images: where it is next to nothing.
+    """
     if not split.class_counts:
         return
-    share = max(split.class_counts) / split.num_images
-    std = math.sqrt(share * (1 - share) / split.num_images)
-    if share < 1 and score_pct / 100 <= share + 2 * std:
-        rate = config.learning_rate
+    task, rate = TASKS[task_of(config.architecture)], config.learning_rate
+    least_pct, also = _NOTHING_PCT, ""
+    if task.counts_images:
+        share = max(split.class_counts) / split.num_images
+        least_pct = 100 * (share + 2 * math.sqrt(share * (1 - share) / split.num_images))
+        also = f", and naming the most frequent class each time has {100 * share:.2f} %"
+    if score_pct <= least_pct < 100:
         log.warning(
-            f"the model learned nothing that shows: {score_pct:.2f} % top-1, and naming the most frequent class each "
-            f"time has {100 * share:.2f} %. Lower train.learning_rate, which is {rate:g}, to {rate / 4:g}, raise "
-            f"train.epochs, which is {config.epochs}, or see in the data card whether the labels are sound"
+            f"the model learned nothing that shows: {score_pct:.2f} % {task.score_name}{also}. Lower "
+            f"train.learning_rate, which is {rate:g}, to {rate / 4:g}, raise train.epochs, which is {config.epochs}, "
+            "or see in the data card whether the labels are sound"
         )
 
 

@@ -18,7 +18,7 @@ from components.common.contracts.records import (
 )
 from components.common.contracts.statistics import SIGNIFICANCE
 from components.common.contracts.verdict import CHECKS, deciding_images, drops_allowed, largest_batch, reaches_score
-from components.common.tasks import TaskName
+from components.common.tasks import TASKS
 from components.validate.schema import Report
 
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -396,21 +396,12 @@ def _is_worse(row: CorruptedRow) -> bool:
     return pair is not None and pair.num_lost > pair.num_gained and (row.p_corrected or 0.0) < SIGNIFICANCE
 
 
-_PURPOSES: dict[TaskName, str] = {
-    "classification": "Sorting images into {number} classes: {names}. Images that show none of the classes get one of "
-    "them all the same.",
-    "detection": "Finding objects of {number} classes in images, with their boxes: {names}.",
-    "segmentation": "Giving each pixel of an image one of {number} classes: {names}. Pixels that show none of the "
-    "classes get one of them all the same.",
-}
-
-
 def intended_use(report: Report) -> list[str]:
     """The model's purpose and its input."""
     model = report.model
     shapes, transform = model.shapes, model.transform
     return [
-        _PURPOSES[report.accuracy.task].format(number=f"{len(model.classes):,}", names=_some(model.classes)),
+        TASKS[report.accuracy.task].purpose.format(number=f"{len(model.classes):,}", names=_some(model.classes)),
         f"The input, named {shapes.input_name}, is [batch, {shapes.channels}, {shapes.height}, {shapes.width}] float32 "
         f"of {shapes.min_batch} to {shapes.max_batch} images: RGB, the shorter side resized to "
         f"{transform.resize_size} px ({transform.interpolation}), its central square of {transform.crop_size} px, "
@@ -556,9 +547,10 @@ def selection_sentences(report: Report) -> list[str]:
     sentences = [f"{tried}."]
     if chosen is not None:
         layers = f" with {_of(len(chosen.excluded), 'layer')} in float" if chosen.excluded else ""
+        what, things = TASKS[report.accuracy.task].agreement
         sentences.append(
-            f"Chosen: {chosen.method}{layers}, the same {_AGREED[report.accuracy.task]} as FP32 on "
-            f"{number(chosen.agreement_pct)} % of the {_OVER[report.accuracy.task]}; {signed(chosen.delta_points)} "
+            f"Chosen: {chosen.method}{layers}, the same {what} as FP32 on "
+            f"{number(chosen.agreement_pct)} % of the {things}; {signed(chosen.delta_points)} "
             f"points of {report.accuracy.score_name} against FP32, one-sided 95 % bounds {signed(chosen.low_points)} "
             f"and {signed(chosen.high_points)}; "
             f"{'within' if chosen.within_budget else 'outside'} the budget."
@@ -568,10 +560,6 @@ def selection_sentences(report: Report) -> list[str]:
         "validation images, which alone count for the verdict."
     )
     return sentences
-
-
-_AGREED: dict[TaskName, str] = {"classification": "class", "detection": "box", "segmentation": "class"}
-_OVER: dict[TaskName, str] = {"classification": "images", "detection": "objects found", "segmentation": "pixels"}
 
 
 def ranking_sentences(report: Report, max_layers: int) -> list[str]:

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from components.common.contracts.errors import UserError, without_secrets
 from components.common.contracts.records import RENAMED
 from components.common.contracts.settings import StepConfig, load_yaml, parse_value, resolve, show_value, type_label
-from components.common.tasks import TaskName, task_of
+from components.common.tasks import TASKS, TaskName, task_of
 from components.export.config import WEIGHT_SUFFIXES, ExportConfig
 from components.gate.config import GateConfig
 from components.preprocess.config import PreprocessConfig
@@ -51,12 +51,6 @@ _OWNERS: dict[str, tuple[str, ...]] = {
     "latency_budget": ("validate",),
     "registered_model": ("promote",),
     "seed": ("preprocess", "train"),
-}
-_FILES: dict[TaskName, str] = {
-    "classification": "pipelines/resnet50.py",
-    "detection": "pipelines/detection.py",
-    "segmentation": "pipelines/segmentation.py",
-    "translation": "pipelines/translation.py",
 }
 _DESCRIPTIONS = {
     "model": "Your model: .onnx, weights (.safetensors, .pt, .pth) of --architecture, a Checkpoint directory, or a "
@@ -248,7 +242,7 @@ def resolve_arguments(
     if architecture and (task := file.task) != (found := task_of(architecture)):
         raise UserError(
             f"{architecture} is a network for {found}, and the pipeline {file.name} is of {task}; name another one, "
-            f"or run {_FILES[found]}",
+            f"or run {TASKS[found].pipeline}",
             code="other-task",
             setting="--architecture",
         )

@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from components.common.contracts.errors import UserError, shortened
 from components.common.runtimes.architectures import build_model
 from components.common.runtimes.onnx_files import read_onnx
+from components.common.tasks import TASKS, load_task, task_of
+from components.common.tasks.task import Task
 
 _ATEN = torch.ops.aten
 _PRODUCTS = {
@@ -82,13 +84,13 @@ class TrainingMemory:
         return max(0, (memory_bytes - self.fixed_bytes) // self.per_image_bytes)
 
 
-def count_model(architecture: str, image_size: int, num_classes: int = 1000) -> Count:
-    """Count inference of a PyTorch model, for one image.
+def count_model(architecture: str, image_size: int, num_classes: int = 0) -> Count:
+    """Count inference of a PyTorch model, for one image; with as many classes as its task usually has for 0.
 
     Raises:
         UserError: no such architecture, or it takes no images of this size.
     """
-    model = build_model(architecture, num_classes).eval()
+    model = build_model(architecture, num_classes or _usual_num_classes(architecture)).eval()
     recorder = _Recorder()
     with (
         _translate_errors(architecture, image_size),
@@ -108,7 +110,7 @@ def training_memory(
     architecture: str,
     image_size: int,
     *,
-    num_classes: int = 1000,
+    num_classes: int = 0,
     half: bool = False,
     num_moments: int = 1,
     prepare: Callable[[nn.Module], None] = lambda model: None,
@@ -118,7 +120,7 @@ def training_memory(
     Args:
         architecture: see `build_model`.
         image_size: side, in pixels.
-        num_classes: outputs of the last layer.
+        num_classes: outputs of the last layer; 0 for as many as the task usually has.
         half: autocast to 16 bits; weights stay FP32.
         num_moments: numbers that the optimizer keeps for each weight: SGD with momentum 1, AdamW and LAMB 2.
         prepare: called with the model, to freeze parameters.
@@ -126,12 +128,13 @@ def training_memory(
     Raises:
         UserError: no such architecture, or it takes no images of this size.
     """
-    model = build_model(architecture, num_classes).train()
+    model = build_model(architecture, num_classes or _usual_num_classes(architecture)).train()
+    task = load_task(task_of(architecture))
     prepare(model)
     with _translate_errors(architecture, image_size):
-        kept = _kept_bytes(model, image_size, _MIN_TRACED, half)
+        kept = _kept_bytes(model, task, image_size, _MIN_TRACED, half)
         # Beside what grows with the batch there are 16-bit copies of weights, so that takes a second look.
-        more = _kept_bytes(model, image_size, 2 * _MIN_TRACED, half) if half else 2 * kept
+        more = _kept_bytes(model, task, image_size, 2 * _MIN_TRACED, half) if half else 2 * kept
     per_image = (more - kept) // _MIN_TRACED
     all_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     trained_bytes = sum(each.numel() * each.element_size() for each in model.parameters() if each.requires_grad)
@@ -139,7 +142,11 @@ def training_memory(
     return TrainingMemory(per_image_bytes=max(per_image, 1), fixed_bytes=fixed)
 
 
-def _kept_bytes(model: nn.Module, image_size: int, batch_size: int, half: bool) -> int:
+def _usual_num_classes(architecture: str) -> int:
+    return TASKS[task_of(architecture)].usual_num_classes
+
+
+def _kept_bytes(model: nn.Module, task: Task, image_size: int, batch_size: int, half: bool) -> int:
     """Bytes of what autograd keeps of a forward pass and the images, each storage once, without weights."""
     kept: dict[int, int] = {}
 
@@ -151,11 +158,11 @@ def _kept_bytes(model: nn.Module, image_size: int, batch_size: int, half: bool) 
         state = _fake_state(model, mode)
         dtype = torch.bfloat16 if half else torch.float32
         images = torch.empty(batch_size, 3, image_size, image_size, dtype=dtype)
-        labels = torch.zeros(batch_size, dtype=torch.int64)
         kept[_storage(images)] = images.untyped_storage().nbytes()
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with hooks, torch.autocast("cpu", torch.bfloat16, enabled=half):
-            loss = nn.functional.cross_entropy(functional_call(model, state, (images,)), labels)
+            outputs = functional_call(model, state, (images,))
+            loss = task.loss(0.0)(outputs, task.blank_labels(outputs))
         weights = {_storage(tensor) for tensor in state.values()}
         del loss
     return sum(num_bytes for storage, num_bytes in kept.items() if storage not in weights)

@@ -30,15 +30,25 @@ class TaskSpec:
         predictions: The class of what is kept of outputs, "module:Class".
         training_score: Of what training validates by, where that is not the score.
         of_text: Whether samples are pairs of sentences, and not images with labels.
+        usual_num_classes: Of the data that networks are compared on, where the user's is not known yet; 0 of text.
+        purpose: What a model is for, with the {number} and {names} of its classes.
+        agreement: What two models agree on, and a share of which things: "the same ... on 99 % of the ...".
+        pipeline: The file that trains for it.
+        counts_images: The score is the share of images that are right.
     """
 
     name: TaskName
     score_name: str
     label_member: str
     predictions: str
+    usual_num_classes: int
+    purpose: str
+    agreement: tuple[str, str]
+    pipeline: str
     module: str = ""
     training_score: str = ""
     of_text: bool = False
+    counts_images: bool = False
 
 
 TASKS: dict[TaskName, TaskSpec] = {
@@ -49,6 +59,12 @@ TASKS: dict[TaskName, TaskSpec] = {
             score_name="top-1",
             label_member="cls",
             predictions="components.common.data.evaluation:ClassPredictions",
+            usual_num_classes=1000,  # ImageNet
+            purpose="Sorting images into {number} classes: {names}. Images that show none of the classes get one of "
+            "them all the same.",
+            agreement=("class", "images"),
+            pipeline="pipelines/resnet50.py",
+            counts_images=True,
         ),
         TaskSpec(
             name="detection",
@@ -56,6 +72,10 @@ TASKS: dict[TaskName, TaskSpec] = {
             label_member="boxes",
             module="detection.task",
             predictions="components.common.tasks.detection.predictions:BoxPredictions",
+            usual_num_classes=80,  # COCO
+            purpose="Finding objects of {number} classes in images, with their boxes: {names}.",
+            agreement=("box", "objects found"),
+            pipeline="pipelines/detection.py",
         ),
         TaskSpec(
             name="segmentation",
@@ -63,6 +83,11 @@ TASKS: dict[TaskName, TaskSpec] = {
             label_member="mask",
             module="segmentation.task",
             predictions="components.common.tasks.segmentation.predictions:MaskPredictions",
+            usual_num_classes=21,  # PASCAL VOC
+            purpose="Giving each pixel of an image one of {number} classes: {names}. Pixels that show none of the "
+            "classes get one of them all the same.",
+            agreement=("class", "pixels"),
+            pipeline="pipelines/segmentation.py",
         ),
         TaskSpec(
             name="translation",
@@ -70,6 +95,10 @@ TASKS: dict[TaskName, TaskSpec] = {
             label_member="",
             module="translation.task",
             predictions="components.common.tasks.translation.predictions:TextPredictions",
+            usual_num_classes=0,
+            purpose="Translating sentences.",
+            agreement=("sentence", "sentences"),
+            pipeline="pipelines/translation.py",
             training_score="of the next tokens",
             of_text=True,
         ),
@@ -90,9 +119,12 @@ def predictions_of(name: TaskName) -> "type[Predictions]":
     return found
 
 
-def networks_of(name: TaskName) -> "dict[str, Callable[[int], nn.Module]]":
-    """A task's own networks by name, from the number of classes to one with fresh weights; not of classification."""
-    found: dict[str, Callable[[int], nn.Module]]
+def networks_of(name: TaskName) -> "dict[str, Callable[..., nn.Module]]":
+    """A task's own networks by name, from the number of classes to one with fresh weights; not of classification.
+
+    Those called FAMILY/timm/NAME also take the name of a backbone of timm.
+    """
+    found: dict[str, Callable[..., nn.Module]]
     found = import_module(f"components.common.tasks.{name}.networks").ARCHITECTURES
     return found
 

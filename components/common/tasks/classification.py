@@ -17,6 +17,10 @@ class Classification:
         """See Task."""
         return nn.CrossEntropyLoss(label_smoothing=label_smoothing)
 
+    def blank_labels(self, outputs: torch.Tensor) -> torch.Tensor:
+        """See Task. Class 0."""
+        return torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
+
     def new_totals(self, num_classes: int, device: torch.device) -> torch.Tensor:
         """Loss, correct images."""
         return torch.zeros(2, dtype=torch.float64, device=device)

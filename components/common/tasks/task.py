@@ -17,6 +17,10 @@ class Task(Protocol):
         """The loss of outputs and labels."""
         ...
 
+    def blank_labels(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Labels of a batch with these outputs that say nothing, of a size as usual: a step takes as much memory."""
+        ...
+
     def new_totals(self, num_classes: int, device: torch.device) -> torch.Tensor:
         """Sums of a validation, float64, that processes add up; the first is that of the loss."""
         ...

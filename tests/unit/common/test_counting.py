@@ -57,6 +57,14 @@ def test_memory_is_what_was_measured() -> None:
         assert memory.largest_batch(memory.needed_bytes(row.batch)) == row.batch
 
 
+@pytest.mark.parametrize("architecture", ["detection/fcos_small", "segmentation/fpn_small"])
+def test_memory_of_other_tasks_is_that_of_their_maps_and_losses(architecture: str) -> None:
+    maps = [layer.output_values for layer in count_model(architecture, 96).layers if layer.operator == "Conv"]
+    memory, of_few = (training_memory(architecture, 96, num_classes=number) for number in (0, 3))
+    assert 2 < memory.per_image_bytes / (4 * sum(maps)) < 6  # a map, normalized, rectified; the loss
+    assert memory.per_image_bytes > of_few.per_image_bytes
+
+
 def test_sizes_that_a_model_does_not_take() -> None:
     with refuses("not-countable", "image_size"):
         count_model("vit_b_16", 160)

@@ -170,6 +170,12 @@ def test_the_search_for_a_batch_that_fits_ends_in_time(monkeypatch: pytest.Monke
     assert ". 4 were tried here and fit" in search(global_batch_size=64)  # the first that does
 
 
+@pytest.mark.parametrize("architecture", ["detection/fcos_small", "segmentation/fpn_small"])
+def test_the_search_trains_other_tasks_too(architecture: str) -> None:
+    settings = {"architecture": architecture, "image_size": 64, "label_smoothing": 0.0}
+    assert ". 1 were tried here and fit" in search(global_batch_size=2, **settings)
+
+
 def test_the_search_trains_what_training_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a frozen backbone there are gradients of the head alone."""
     trained: list[int] = []

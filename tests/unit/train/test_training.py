@@ -93,20 +93,24 @@ def test_an_unknown_architecture_suggests(train: Train, tmp_path: Path, architec
 
 
 @pytest.mark.parametrize(
-    ("counts", "score_pct", "warned"),
+    ("architecture", "counts", "score_pct", "said"),
     [
-        ((50, 50), 50.0, True),
-        ((50, 50), 59.0, True),  # two standard deviations of a guess are 10 points
-        ((50, 50), 61.0, False),
-        ((900, 100), 90.0, True),  # the most frequent class each time
-        ((100,), 100.0, False),  # one class can't be missed
+        ("resnet18", (50, 50), 50.0, "50.00 % top-1, and naming the most frequent class each time has 50.00 %"),
+        ("resnet18", (50, 50), 59.0, "59.00 % top-1"),  # two standard deviations of a guess are 10 points
+        ("resnet18", (50, 50), 61.0, ""),
+        ("resnet18", (900, 100), 90.0, "90.00 % top-1"),  # the most frequent class each time
+        ("resnet18", (100,), 100.0, ""),  # one class can't be missed
+        ("detection/fcos_small", (900, 100), 20.0, ""),
+        ("detection/fcos_small", (900, 100), 0.5, "0.50 % mAP. Lower"),
     ],
 )
-def test_the_chance_level(counts: tuple[int, ...], score_pct: float, warned: bool) -> None:
+def test_the_chance_level(architecture: str, counts: tuple[int, ...], score_pct: float, said: str) -> None:
     log = Log()
     split = Split(num_images=sum(counts), shards=(), class_counts=counts, digest="")
-    warn_of_chance_level(log, config(), split, score_pct)
-    assert ("learned nothing" in "".join(log.said)) == warned
+    warn_of_chance_level(log, config(architecture=architecture), split, score_pct)
+    text = "".join(log.said)
+    assert ("learned nothing" in text) == bool(said)
+    assert said in text
 
 
 def test_warnings_of_a_run(train: Train) -> None:

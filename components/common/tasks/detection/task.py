@@ -12,6 +12,7 @@ from components.common.tasks.detection.predictions import BoxPredictions
 _LEAST, _MOST, _NUM_BINS = -3.0, 7.0, 200  # of logits: scores from 0.05 to 0.999
 _NUM_COUNTS = len(THRESHOLDS) * 2 * _NUM_BINS  # of a class
 _EPSILON = 1e-9
+_USUAL_OBJECTS = 32  # of the image of a batch that has most
 
 
 class Detection:
@@ -46,6 +47,10 @@ class Detection:
     def loss(self, label_smoothing: float) -> nn.Module:
         """See Task. Labels are not smoothed: a score is to be the overlap with its object."""
         return DetectionLoss()
+
+    def blank_labels(self, outputs: torch.Tensor) -> torch.Tensor:
+        """See Task. Objects of class 0 without a size."""
+        return torch.zeros(len(outputs), _USUAL_OBJECTS, 6, device=outputs.device)
 
     def new_totals(self, num_classes: int, device: torch.device) -> torch.Tensor:
         """Loss; objects by class; detections by class, threshold, whether they are right, and score."""

@@ -43,6 +43,10 @@ class Segmentation:
         """See Task."""
         return PixelLoss(label_smoothing)
 
+    def blank_labels(self, outputs: torch.Tensor) -> torch.Tensor:
+        """See Task. Class 0 everywhere."""
+        return torch.zeros_like(outputs[:, 0], dtype=torch.int64)
+
     def new_totals(self, num_classes: int, device: torch.device) -> torch.Tensor:
         """Loss, then the confusion counts by rows: pixels of each class (row) that got each class (column)."""
         return torch.zeros(1 + num_classes**2, dtype=torch.float64, device=device)
