@@ -4,23 +4,26 @@ What can't be used is named, image by image, and travels with the image: packing
 since the image's own size decides.
 """
 
-import codecs
 import json
 import math
 import re
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple, Protocol
 from xml.etree import ElementTree
 
+import numpy as np
 import yaml
 
 from components.common.contracts.errors import UserError
 from components.common.data.places import MAX_TEXT_BYTES, Unreadable, check_size, translate_errors
 from components.preprocess.sources.folders import File, Tree, is_image_name, sample_of, shown
+from components.preprocess.sources.json_stream import json_arrays
 from components.preprocess.sources.samples import (
     VAL_NAMES,
     ClassNames,
@@ -38,9 +41,11 @@ WANTED = (
     "put the annotations beside the images: COCO JSON (annotations.json or instances_train.json), Pascal VOC "
     "(Annotations/*.xml) or YOLO (labels/*.txt and data.yaml), in train/ and val/ or in one folder"
 )
-_MAX_ELEMENT = 1 << 26  # characters of one image or object of a JSON file
-_CHUNK_BYTES = 1 << 20
 _MAX_OBJECTS = 20_000_000
+_MAX_UNNAMED = 10_000  # classes
+_MAX_KEY = 1 << 62
+_NO_BOX = (math.nan,) * 4
+_NO_PLACES = np.empty(0, np.int64)
 _MAX_XML_BYTES = 1 << 22
 _MAX_REASON = 200
 _MOST_SHARE = 2.0  # of YOLO's numbers: a box may reach out of the image
@@ -71,12 +76,20 @@ class Annotated:
         return json.dumps({"size": self.size, "relative": self.relative, "rows": rows, "refused": refused}).encode()
 
 
+class Encodable(Protocol):
+    """Annotations of an image."""
+
+    def encoded(self, labels: Mapping[Any, int]) -> bytes:
+        """As Annotated."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Found:
     """Annotations of a tree, before classes have labels."""
 
-    images: dict[str, tuple[File, str, Annotated]]  # by path; split "train", "val" or "" for either
-    classes: ClassNames | None  # None where only the objects name them
+    images: dict[str, tuple[File, str, Encodable]]  # by path; split "train", "val" or "" for either
+    classes: ClassNames
     refused: dict[str, str]  # why images can't be used
 
 
@@ -91,9 +104,7 @@ def boxes_source(tree: Tree, storage: Storage, options: Options) -> Source:
         found = _coco(tree, files) or _voc(tree, storage, files) or _yolo(tree, storage, files)
     if found is None:
         raise UserError(f"{tree.name} has no boxes; {WANTED}", code="no-annotations", setting="data")
-    names = found.classes or plain_names(
-        sorted({str(kind) for *_, annotated in found.images.values() for *_, kind, _ in annotated.objects})
-    )
+    names = found.classes
     labels: Mapping[Any, int] = names.labels
     if options.names is not None:  # the data's classes by their names in an order of the user's
         known = options.names.labels
@@ -143,7 +154,7 @@ def _coco(tree: Tree, files: Mapping[str, File]) -> _Found | None:
     if not parsed:
         return None
     index = _Index(files)
-    images: dict[str, tuple[File, str, Annotated]] = {}
+    images: dict[str, tuple[File, str, Encodable]] = {}
     refused: dict[str, str] = {}
     classes: dict[Any, str] = {}
     for path, content in parsed.items():
@@ -157,7 +168,9 @@ def _coco(tree: Tree, files: Mapping[str, File]) -> _Found | None:
         split = split_of(path)
         if split is None:
             continue
-        for key, (name, annotated) in content.images.items():
+        places = content.objects.by_image()
+        firsts = content.objects.firsts(content.images)
+        for key, (name, size) in content.images.items():
             file = index.find(name, path)
             if key in content.twice.values():
                 continue
@@ -166,12 +179,14 @@ def _coco(tree: Tree, files: Mapping[str, File]) -> _Found | None:
             elif file.path in images:
                 refused[f"{path}: {name}"] = "named again, with annotations of its own"
             else:
-                images[file.path] = (file, split, annotated)
+                own = places.get(key, _NO_PLACES)
+                images[file.path] = (file, split, _CocoImage(content.objects, own, firsts, size))
         for name, key in content.twice.items():
             file = index.find(name, path)
             refused[file.path if file else name] = f"its id is that of another image, too: {_short(key)} in {path}"
-        for key, number in content.unlisted.items():
-            refused[f"{path}: image {_short(key)}"] = f"annotations of an image that the file does not list: {number:,}"
+        for key in places.keys() - content.images.keys():
+            what = f"annotations of an image that the file does not list: {len(places[key]):,}"
+            refused[f"{path}: image {_short(key)}"] = what
     keys = sorted(classes, key=lambda key: (str(type(key)), key))
     names = tuple(classes[key] for key in keys)
     if twice := [name for name, times in Counter(names).items() if times > 1]:
@@ -184,18 +199,112 @@ def _coco(tree: Tree, files: Mapping[str, File]) -> _Found | None:
     )
 
 
+class _CocoObjects:
+    """The annotations of a file, in its order, 60 bytes each: lists of millions of them would take gigabytes."""
+
+    def __init__(self) -> None:
+        self._boxes = array("d")  # of each x, y, width and height; NaN where it has no box
+        self._keys = array("q")  # of each its id, that of its image, and its class
+        self._crowds = array("b")
+        self._others: dict[Any, int] = {}  # keys that are no integers of 62 bits, numbered
+
+    def __len__(self) -> int:
+        return len(self._crowds)
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Take an annotation; polygons, which are most of a file, take no memory here."""
+        box, image, kind = entry.get("bbox"), entry.get("image_id"), entry.get("category_id")
+        is_box = isinstance(box, list) and len(box) == 4 and all(map(_is_number, box))
+        self._boxes.extend(box if is_box else _NO_BOX)  # type: ignore[arg-type]
+        image = image if isinstance(image, int | str) else None
+        kind = kind if isinstance(kind, int | str) else str(kind)
+        self._keys.extend(map(self._number, (entry.get("id"), image, kind)))
+        self._crowds.append(bool(entry.get("iscrowd")))
+
+    def by_image(self) -> dict[Any, np.ndarray]:
+        """Places of the annotations of each image, by its id."""
+        if not len(self):
+            return {}
+        order = np.argsort(self._table[:, 1], kind="stable")
+        owners, starts = np.unique(self._table[order, 1], return_index=True)
+        return dict(zip(map(self._key, owners.tolist()), np.split(order, starts[1:]), strict=True))
+
+    def firsts(self, images: Container[Any]) -> dict[int, int]:
+        """Of each id that several annotations of these images have, as `_table` has it, the first one's place."""
+        if not len(self):
+            return {}
+        ids, none = self._table[:, 0], self._number(None)
+        values, counts = np.unique(ids, return_counts=True)
+        found: dict[int, int] = {}
+        for place in np.flatnonzero(np.isin(ids, values[(counts > 1) & (values != none)])).tolist():
+            if self._key(int(self._table[place, 1])) in images:
+                found.setdefault(int(ids[place]), place)
+        return found
+
+    def annotated(self, places: np.ndarray, firsts: Mapping[int, int], size: tuple[int, int] | None) -> Annotated:
+        """Those of an image."""
+        found = Annotated(size=size)
+        for place in places.tolist():
+            number, _, kind = self._table[place].tolist()
+            name = f"annotation {_short(self._key(number))}"
+            if (first := firsts.get(number, place)) != place:
+                is_same = self._content(first) == self._content(place)
+                what = "listed twice" if is_same else "its id is that of another annotation; both are kept"
+                found.refused.append((name, what, not is_same))
+                if is_same:
+                    continue
+            x, y, width, height = self._boxes[4 * place : 4 * place + 4]
+            if math.isnan(x):
+                found.refused.append((name, "no box of four numbers", False))
+            else:
+                found.objects.append((name, x, y, x + width, y + height, self._key(kind), self._crowds[place]))
+        return found
+
+    def _content(self, place: int) -> tuple[bytes, bytes, int]:
+        return self._table[place].tobytes(), self._boxes[4 * place : 4 * place + 4].tobytes(), self._crowds[place]
+
+    @cached_property
+    def _table(self) -> np.ndarray:
+        """[N, 3] int64 of `_keys`, to which nothing can be added from now on."""
+        return np.frombuffer(self._keys, np.int64).reshape(-1, 3)
+
+    def _number(self, key: Any) -> int:
+        if isinstance(key, int) and abs(key) < _MAX_KEY:
+            return int(key)
+        return -_MAX_KEY - self._others.setdefault(key, len(self._others))
+
+    def _key(self, number: int) -> Any:
+        return number if number > -_MAX_KEY else self._other_keys[-_MAX_KEY - number]
+
+    @cached_property
+    def _other_keys(self) -> list[Any]:
+        return list(self._others)
+
+
+class _CocoImage(NamedTuple):
+    """An image of a file: its annotations are made of it only when they are needed."""
+
+    objects: _CocoObjects
+    places: np.ndarray
+    firsts: Mapping[int, int]
+    size: tuple[int, int] | None
+
+    def encoded(self, labels: Mapping[Any, int]) -> bytes:
+        """As Annotated."""
+        return self.objects.annotated(self.places, self.firsts, self.size).encoded(labels)
+
+
 @dataclass(kw_only=True)
 class _CocoFile:
-    images: dict[Any, tuple[str, Annotated]] = field(default_factory=dict)  # by id
+    images: dict[Any, tuple[str, tuple[int, int] | None]] = field(default_factory=dict)  # by id: name and size
     categories: dict[Any, str] = field(default_factory=dict)
     twice: dict[str, Any] = field(default_factory=dict)  # names of images whose id is that of another, too
-    unlisted: Counter[Any] = field(default_factory=Counter)  # objects by the id of an image that is not listed
+    objects: _CocoObjects = field(default_factory=_CocoObjects)
 
 
 def _coco_file(tree: Tree, path: str) -> _CocoFile | None:
     """Read a file; None for JSON of another kind. Objects without boxes, as in captions, are refused one by one."""
     where, content = shown(tree.name, path), _CocoFile()
-    objects: list[tuple[Any, dict[str, Any]]] = []
     kinds = set()
     with tree.open(path) as file:
         for kind, entry in json_arrays(file, where, ("images", "annotations", "categories")):
@@ -211,141 +320,17 @@ def _coco_file(tree: Tree, path: str) -> _CocoFile | None:
                 known = size if all(isinstance(side, int) and side > 0 for side in size) else None
                 if entry["id"] in content.images:
                     content.twice |= dict.fromkeys((content.images[entry["id"]][0], entry["file_name"]), entry["id"])
-                content.images[entry["id"]] = entry["file_name"], Annotated(size=known)  # type: ignore[arg-type]
+                content.images[entry["id"]] = entry["file_name"], known  # type: ignore[assignment]
             elif kind == "categories":
                 content.categories[entry.get("id")] = str(entry.get("name"))
             else:
-                # polygons take most of a file, and no memory here
-                kept = {key: entry.get(key) for key in ("id", "category_id", "bbox", "iscrowd")}
-                objects.append((entry.get("image_id"), kept))
-                if len(objects) > _MAX_OBJECTS:
+                content.objects.add(entry)
+                if len(content.objects) > _MAX_OBJECTS:
                     raise UserError(
                         f"{where} has more than {_MAX_OBJECTS:,} annotations; write several files",
                         code="annotations-too-large",
                     )
-    if not {"images", "annotations"} <= kinds:
-        return None
-    seen: dict[Any, tuple[Any, dict[str, Any]]] = {}
-    for image_id, entry in objects:
-        if not isinstance(image_id, int | str) or image_id not in content.images:
-            content.unlisted[image_id if isinstance(image_id, int | str) else None] += 1
-            continue
-        annotated, name = content.images[image_id][1], f"annotation {_short(entry['id'])}"
-        if isinstance(entry["id"], int | str):
-            first = seen.setdefault(entry["id"], (image_id, entry))
-            if first[1] is not entry:
-                is_same = first == (image_id, entry)
-                what = "listed twice" if is_same else "its id is that of another annotation; both are kept"
-                annotated.refused.append((name, what, not is_same))
-                if is_same:
-                    continue
-        _add_coco_object(annotated, name, entry)
-    return content
-
-
-def _add_coco_object(annotated: Annotated, name: str, entry: Mapping[str, Any]) -> None:
-    box, kind = entry["bbox"], entry["category_id"]
-    if not (isinstance(box, list) and len(box) == 4 and all(_is_number(value) for value in box)):
-        annotated.refused.append((name, "no box of four numbers", False))
-        return
-    x, y, width, height = map(float, box)
-    key = kind if isinstance(kind, int | str) else str(kind)
-    annotated.objects.append((name, x, y, x + width, y + height, key, int(bool(entry["iscrowd"]))))
-
-
-def json_arrays(file: BinaryIO, where: str, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Elements of some arrays of a JSON object, one at a time: a file of any size in little memory.
-
-    Yields:
-        Name of an array and None where it begins, then the name and each element.
-
-    Raises:
-        UserError: it is empty or no JSON, or an element is too large.
-    """
-    stream, wanted = _JsonStream(file, where), set(names)
-    if (first := stream.peek()) != "{":
-        if not first:
-            raise UserError(f"{where} is empty; export the annotations again, or remove it", code="damaged-annotations")
-        return  # of another kind
-    separator = stream.take("{")
-    while (separator in "{,") and stream.peek() != "}":
-        name = stream.value()
-        stream.take(":")
-        if stream.peek() == "[" and name in wanted:
-            yield name, None
-            separator = stream.take("[")
-            while separator != "]" and stream.peek() != "]":
-                yield name, stream.value()
-                separator = stream.take(",]")
-            if separator != "]":
-                stream.take("]")
-        else:
-            stream.value()
-        separator = stream.take(",}")
-
-
-class _JsonStream:
-    """A JSON text, value by value."""
-
-    def __init__(self, file: BinaryIO, where: str) -> None:
-        self._file, self._where = file, where
-        self._decode = codecs.getincrementaldecoder("utf-8-sig")().decode
-        self._text, self._at, self._ended = "", 0, False
-        self._decoder = json.JSONDecoder(parse_constant=lambda name: float(name.replace("Infinity", "inf")))
-
-    def peek(self) -> str:
-        """The next character that is no space; "" at the end."""
-        while True:
-            while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
-                self._at += 1
-            if self._at < len(self._text) or not self._fill(_CHUNK_BYTES):
-                return self._text[self._at : self._at + 1]
-
-    def take(self, allowed: str) -> str:
-        """Move behind the next character, which must be one of these."""
-        found = self.peek()
-        if not found or found not in allowed:
-            raise self._damaged(f"{found!r} where one of {allowed!r} was expected" if found else "it ends too early")
-        self._at += 1
-        return found
-
-    def value(self) -> Any:
-        """Move behind the next value and return it."""
-        self.peek()
-        more = _CHUNK_BYTES
-        while True:
-            try:
-                value, end = self._decoder.raw_decode(self._text, self._at)
-                if end < len(self._text) or not self._fill(more):  # a number may go on
-                    self._at = end
-                    return value
-                continue
-            except RecursionError:
-                raise self._damaged("values lie too deep in one another") from None
-            except ValueError as error:
-                if len(self._text) - self._at > _MAX_ELEMENT:
-                    raise self._damaged(f"a value has more than {_MAX_ELEMENT:,} characters") from None
-                if not self._fill(more):
-                    raise self._damaged(str(error)[:_MAX_REASON]) from None
-                more *= 2
-
-    def _fill(self, num_bytes: int) -> bool:
-        if self._ended:
-            return False
-        data = self._file.read(num_bytes)
-        self._ended = not data
-        try:
-            text = self._decode(data, final=self._ended)
-        except UnicodeDecodeError as error:
-            raise self._damaged(f"not UTF-8: {error.reason}") from None
-        self._text, self._at = self._text[self._at :] + text, 0
-        return bool(data)
-
-    def _damaged(self, reason: str) -> UserError:
-        return UserError(
-            f"{self._where} is no JSON that can be read: {reason}; export the annotations again",
-            code="damaged-annotations",
-        )
+    return content if {"images", "annotations"} <= kinds else None
 
 
 def _no_coco(where: str, reason: str) -> UserError:
@@ -367,8 +352,9 @@ def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> _Found | No
         for split in ("train", "val")
         for path in [next((each for each in files if each.endswith(f"{_LISTS}/{split}.txt")), "")]
     }
-    images: dict[str, tuple[File, str, Annotated]] = {}
+    images: dict[str, tuple[File, str, Encodable]] = {}
     refused: dict[str, str] = {}
+    kinds: set[str] = set()
     for path, text in sorted(read.items()):
         stem = PurePosixPath(path).stem
         split = split_of(path)
@@ -388,8 +374,9 @@ def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> _Found | No
             refused[path] = f"a second file of {file.path}"
         else:
             images[file.path] = (file, split, annotated)
+            kinds |= {kind for *_, kind, _ in annotated.objects}
     refused |= _unnamed(files, images, refused, "no XML file names it") if listed["train"] is None else {}
-    return _Found(images=images, classes=None, refused=refused)
+    return _Found(images=images, classes=plain_names(sorted(kinds)), refused=refused)
 
 
 def _voc_image(text: str) -> tuple[Annotated, str]:
@@ -430,8 +417,9 @@ def _yolo(tree: Tree, storage: Storage, files: Mapping[str, File]) -> _Found | N
     if not any(labelled.values()):
         return None
     read = dict(_texts(storage, [files[path] for path in labelled.values() if path], MAX_TEXT_BYTES))
-    images: dict[str, tuple[File, str, Annotated]] = {}
+    images: dict[str, tuple[File, str, Encodable]] = {}
     refused: dict[str, str] = {}
+    most = -1  # of all classes
     for path, label_path in labelled.items():
         annotated = Annotated(relative=True)
         if label_path and read[label_path].problem:
@@ -441,14 +429,14 @@ def _yolo(tree: Tree, storage: Storage, files: Mapping[str, File]) -> _Found | N
             if line.strip():
                 _add_yolo_object(annotated, f"line {number}", line)
         images[path] = (files[path], split_of(path) or "", annotated)
+        most = max([most, *(kind for *_, kind, _ in annotated.objects)])
     used = set(labelled.values())
     folders = {path.rpartition("/")[0] for path in used if path}
     for path in sorted(texts):
         if path not in used and path.rpartition("/")[0] in folders and split_of(path) is not None:
             refused[path] = "labels of an image that is not there"
     if names is None:
-        most = max((kind for *_, annotated in images.values() for *_, kind, _ in annotated.objects), default=-1)
-        names = tuple(str(label) for label in range(min(int(most) + 1, 10_000)))
+        names = tuple(str(label) for label in range(min(most + 1, _MAX_UNNAMED)))
     keys: dict[Any, int] = {label: label for label in range(len(names))}
     return _Found(images=images, classes=ClassNames(names, keys), refused=refused)
 
@@ -472,9 +460,8 @@ def _add_yolo_object(annotated: Annotated, name: str, line: str) -> None:
         annotated.refused.append((name, f"unknown class: {kind:g}", False))
         return
     if max(rest) > _MOST_SHARE:
-        annotated.refused.append(
-            (name, f"in pixels, and YOLO asks for shares of the image's sides: {_short(line)}", False)
-        )
+        what = f"in pixels, and YOLO asks for shares of the image's sides: {_short(line)}"
+        annotated.refused.append((name, what, False))
         return
     if len(rest) == 4:
         x, y, width, height = rest

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ import numpy as np
 import pytest
 
 from components.common.contracts.manifests import Artifact, DatasetManifest
-from components.preprocess.sources.annotations import json_arrays
+from components.preprocess.sources.json_stream import json_arrays
 from tests.conftest import preprocess
 from tests.unit.refusals import refuses
 
-from .builders import archive, gradient, listing, rejected
+from .builders import archive, every_path, gradient, listing, rejected
 
 WIDTH, HEIGHT = 64, 48
 CLASSES = ("cat", "dog")
@@ -254,6 +255,53 @@ def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path) -> None:
         "unknown class",
     ]
     assert rejected(found.path)["labels/train/gone.txt"] == "labels of an image that is not there"
+
+
+def test_ids_of_any_kind_and_twice_in_several_images(tmp_path: Path) -> None:
+    write_coco(tmp_path / "data")
+    content = coco("abc")
+    names = {0: "first", 1: 1 << 80, 2: -5}  # ids of images
+    for each in content["images"]:
+        each["id"] = names[each["id"]]
+    content["annotations"] = [
+        {"id": "x", "image_id": "first", "category_id": 10, "bbox": [1, 1, 5, 5]},
+        {"id": "x", "image_id": -5, "category_id": 10, "bbox": [1, 1, 5, 5]},  # of another image
+        {"id": 1 << 70, "image_id": 1 << 80, "category_id": 11, "bbox": [2, 2, 5, 5]},
+        {"image_id": -5, "category_id": 11, "bbox": [3, 3, 5, 5]},
+        {"image_id": -5, "category_id": 11, "bbox": [3, 3, 5, 5]},  # without ids none is known to be listed twice
+        {"id": 4, "image_id": [1], "category_id": 11, "bbox": [3, 3, 5, 5]},
+    ]
+    (tmp_path / "data" / "train" / "annotations.json").write_text(json.dumps(content), encoding="utf-8")
+    dataset = packed(tmp_path / "data", tmp_path / "x", max_bad_fraction=0.9)
+    assert {name: [row[0] for row in rows] for name, rows in objects(dataset).items() if name != "d"} == {
+        "a": [1],
+        "b": [2],
+        "c": [1, 3, 3],
+    }
+    assert problems(dataset) == [("c", "its id is that of another annotation; both are kept", True)]
+    assert rejected(dataset.path) == {
+        "train/annotations.json: image None": "annotations of an image that the file does not list: 1"
+    }
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_split_without_any_box_is_packed_and_named(tmp_path: Path) -> None:
+    write_coco(tmp_path / "data")
+    content = {**coco("abc"), "annotations": []}
+    (tmp_path / "data" / "train" / "annotations.json").write_text(json.dumps(content), encoding="utf-8")
+    dataset = packed(tmp_path / "data", tmp_path / "x")
+    assert dataset.manifest.splits["train"].class_counts == (0, 0)
+    assert dataset.manifest.num_rejected == 0
+    assert all(objects(dataset)[name] == [] for name in "abc")
+    card = dataset.file("data_card.html").read_text(encoding="utf-8")
+    assert "the training split has no object of 2 of 2 classes" in card.replace("The training", "the training")
+
+
+def test_images_whose_masks_have_the_same_names_are_found(tmp_path: Path) -> None:
+    write_coco(tmp_path / "data")
+    for split in ("train", "val"):
+        shutil.copytree(tmp_path / "data" / split / "images", tmp_path / "data" / split / "masks")
+    assert {path.split("/")[1] for path in every_path(packed(tmp_path / "data", tmp_path / "x"))} == {"images"}
 
 
 @pytest.mark.parametrize(
