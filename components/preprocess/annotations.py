@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,14 @@ from PIL import Image
 from components.common.tasks import TaskName
 from components.common.tasks.segmentation import VOID
 from components.preprocess.decoding import Rejected, as_png, decode_mask
+from components.preprocess.outlines import outline_of, paint
 from components.preprocess.sources import Sample, Storage, Unreadable, read_sample
 
 _LABEL_WIDTH = 6  # digits of a .cls member; DALI needs labels of one length to batch them
 _TOLERANCE = 1.0  # px by which boxes may reach out of the image, as where pixels are counted from 1
 _MIN_SIDE = 0.5  # px of a box
+_MAX_REASON = 200
+_Mask = tuple[np.ndarray, int, list[tuple[str, str, bool]]]  # [H, W] uint8, number of classes, and what is wrong
 _NO_OBJECT = (0.0, 0.0, 0.0, 0.0, -1.0, 0.0)
 
 
@@ -42,12 +46,7 @@ def _pack_boxes(sample: Sample, size: tuple[int, int], packed: tuple[int, int], 
     Raises:
         Rejected: the annotations are of an image of another size.
     """
-    found = json.loads(sample.annotation or b"{}")
-    named = found.get("size")
-    if named is not None and tuple(named) != size:
-        raise Rejected(
-            f"annotated at another size: boxes of {named[0]}x{named[1]} pixels, an image of {size[0]}x{size[1]}"
-        )
+    found, _ = _annotations(sample, size)
     sides = np.array([*size, *size], np.float64)
     rows, refused = [], [(name, reason, kept) for name, reason, kept in found.get("refused", ())]
     for name, *corners, label, ignored in found.get("rows", ()):
@@ -70,6 +69,23 @@ def _pack_boxes(sample: Sample, size: tuple[int, int], packed: tuple[int, int], 
     return PackedLabel(data=array.tobytes(), entry=entry, refused=refused)
 
 
+def _annotations(sample: Sample, size: tuple[int, int]) -> tuple[dict[str, Any], list[bytes]]:
+    """What the source found of an image, and the outlines of its objects.
+
+    Raises:
+        Rejected: it is of an image of another size.
+    """
+    head, _, rest = (sample.annotation or b"{}").partition(b"\n")
+    found: dict[str, Any] = json.loads(head)
+    named = found.get("size")
+    if named is not None and tuple(named) != size:
+        raise Rejected(
+            f"annotated at another size: objects in {named[0]}x{named[1]} pixels, an image of {size[0]}x{size[1]}"
+        )
+    ends = list(accumulate(found.get("outlines", ()), initial=0))
+    return found, [rest[start:end] for start, end in pairwise(ends)]
+
+
 def _text(box: np.ndarray) -> str:
     return "[" + ", ".join(f"{value:g}" for value in box.round(2)) + "]"
 
@@ -83,6 +99,21 @@ def _pack_mask(sample: Sample, size: tuple[int, int], packed: tuple[int, int], s
         Rejected: it is no mask of the image.
         Unreadable, OSError: it can't be read.
     """
+    is_drawn = sample.mask is None
+    values, num_classes, refused = _drawn_mask(sample, size) if is_drawn else _read_mask(sample, size, storage)
+    shares = np.bincount(values.ravel(), minlength=VOID + 1) / values.size
+    gray = Image.fromarray(values)
+    data = as_png(gray if packed == size else gray.resize(packed, Image.Resampling.NEAREST))
+    entry = {
+        "label": int(shares[:num_classes].argmax()),
+        "shares": [[int(label), round(shares[label], 6)] for label in np.flatnonzero(shares[:num_classes])],
+        "label_sha256": hashlib.sha256(data).hexdigest(),
+    }
+    return PackedLabel(data=data, entry=entry, refused=refused)
+
+
+def _read_mask(sample: Sample, size: tuple[int, int], storage: Storage) -> _Mask:
+    """Of a PNG file."""
     assert sample.mask is not None
     path, num_classes = sample.mask.path, int(sample.annotation or b"")
     try:
@@ -94,19 +125,28 @@ def _pack_mask(sample: Sample, size: tuple[int, int], packed: tuple[int, int], s
     values = np.array(mask)  # [H, W] uint8
     shares = np.bincount(values.ravel(), minlength=VOID + 1) / values.size
     unknown = [value for value in np.flatnonzero(shares).tolist() if num_classes <= value < VOID]
-    refused = []
-    if unknown:
-        values[(values >= num_classes)] = VOID
-        which = ", ".join(f"{value} ({100 * shares[value]:.2g} %)" for value in unknown)
-        refused.append((path, f"values that are no class, taken for void: {which} of the pixels", True))
-    gray = Image.fromarray(values)
-    data = as_png(gray if packed == size else gray.resize(packed, Image.Resampling.NEAREST))
-    entry = {
-        "label": int(shares[:num_classes].argmax()),
-        "shares": [[int(label), round(shares[label], 6)] for label in np.flatnonzero(shares[:num_classes])],
-        "label_sha256": hashlib.sha256(data).hexdigest(),
-    }
-    return PackedLabel(data=data, entry=entry, refused=refused)
+    if not unknown:
+        return values, num_classes, []
+    values[(values >= num_classes)] = VOID
+    which = ", ".join(f"{value} ({100 * shares[value]:.2g} %)" for value in unknown)
+    return values, num_classes, [(path, f"values that are no class, taken for void: {which} of the pixels", True)]
+
+
+def _drawn_mask(sample: Sample, size: tuple[int, int]) -> _Mask:
+    """Of outlines."""
+    found, outlines = _annotations(sample, size)
+    refused = [(name, reason, kept) for name, reason, kept in found.get("refused", ())]
+    mask = np.zeros(size[::-1], np.uint8)  # the class of what is no object
+    for (name, *_, label, _), outline in zip(found.get("rows", ()), outlines, strict=True):
+        try:
+            pixels = outline_of(outline, size)
+        except (ValueError, TypeError) as error:
+            refused.append((name, f"no outline: {str(error)[:_MAX_REASON]}", False))
+            continue
+        paint(mask, label, pixels)
+        if not pixels.any():
+            refused.append((name, "no pixel of the image is in it", False))
+    return mask, VOID, refused
 
 
 PACKERS: dict[TaskName, Callable[[Sample, tuple[int, int], tuple[int, int], Storage], PackedLabel]] = {

@@ -22,6 +22,7 @@ import yaml
 
 from components.common.contracts.errors import UserError
 from components.common.data.places import MAX_TEXT_BYTES, Unreadable, check_size, translate_errors
+from components.preprocess.outlines import packed_outline
 from components.preprocess.sources.folders import File, Tree, is_image_name, sample_of, shown
 from components.preprocess.sources.json_stream import json_arrays
 from components.preprocess.sources.samples import (
@@ -64,16 +65,24 @@ class Annotated:
     """Name of the object for messages, x1, y1, x2, y2, class (a label, or what the data calls it), 1 if ignored."""
     refused: list[tuple[str, str, bool]] = field(default_factory=list)
     """Name of an object, what is wrong with it, and whether it is kept all the same."""
+    outlines: list[bytes] = field(default_factory=list)
+    """Of each object, where masks are made of them: see `outlines`."""
 
     def encoded(self, labels: Mapping[Any, int]) -> bytes:
-        """What travels with the sample, with labels in place of names; unknown classes are refused."""
-        rows, refused = [], list(self.refused)
-        for name, *box, kind, ignored in self.objects:
+        """What travels with the sample, with labels in place of names; unknown classes are refused.
+
+        A line of JSON, then the outlines, whose lengths it names.
+        """
+        rows, refused, outlines = [], list(self.refused), []
+        for place, (name, *box, kind, ignored) in enumerate(self.objects):
             if kind in labels:
                 rows.append([name, *box, labels[kind], ignored])
+                outlines += self.outlines[place : place + 1]
             else:
                 refused.append((name, f"unknown class: {_short(kind)}", False))
-        return json.dumps({"size": self.size, "relative": self.relative, "rows": rows, "refused": refused}).encode()
+        lengths = [len(outline) for outline in outlines]
+        content = {"size": self.size, "relative": self.relative, "rows": rows, "refused": refused, "outlines": lengths}
+        return b"\n".join([json.dumps(content).encode(), b"".join(outlines)])
 
 
 class Encodable(Protocol):
@@ -92,6 +101,20 @@ class _Found:
     classes: ClassNames
     refused: dict[str, str]  # why images can't be used
 
+    def source(self, names: ClassNames, storage: Storage, options: Options) -> Source:
+        """The images as samples, with classes of these names, or of the user's in an order of his own."""
+        labels: Mapping[Any, int] = names.labels
+        if options.names is not None:
+            known = options.names.labels
+            labels = {key: known[names.names[label]] for key, label in labels.items() if names.names[label] in known}
+            names = options.names
+        samples = [
+            (split, replace(sample_of(file, 0), annotation=annotated.encoded(labels)))
+            for _, (file, split, annotated) in sorted(self.images.items())
+        ]
+        source = Source(classes=names.names, splits=split_samples(samples, options), storage=storage)
+        return with_refused(source, self.refused)
+
 
 def boxes_source(tree: Tree, storage: Storage, options: Options) -> Source:
     """List the images of a tree that have annotations, and split them.
@@ -101,23 +124,12 @@ def boxes_source(tree: Tree, storage: Storage, options: Options) -> Source:
     """
     files = {file.path: file for file in tree.files("")}
     with translate_errors(tree.name):
-        found = _coco(tree, files) or _voc(tree, storage, files) or _yolo(tree, storage, files)
+        found = coco(tree, files) or _voc(tree, storage, files) or _yolo(tree, storage, files)
     if found is None:
         raise UserError(f"{tree.name} has no boxes; {WANTED}", code="no-annotations", setting="data")
-    names = found.classes
-    labels: Mapping[Any, int] = names.labels
-    if options.names is not None:  # the data's classes by their names in an order of the user's
-        known = options.names.labels
-        labels = {key: known[names.names[label]] for key, label in labels.items() if names.names[label] in known}
-        names = options.names
-    if not names.names:
+    if not (options.names or found.classes).names:
         raise UserError(f"{tree.name} has annotations, and no object in them; {WANTED}", code="no-objects")
-    samples = [
-        (split, replace(sample_of(file, 0), annotation=annotated.encoded(labels)))
-        for _, (file, split, annotated) in sorted(found.images.items())
-    ]
-    source = Source(classes=names.names, splits=split_samples(samples, options), storage=storage)
-    return with_refused(source, found.refused)
+    return found.source(found.classes, storage, options)
 
 
 def split_samples(samples: Iterable[tuple[str, Sample]], options: Options) -> dict[str, list[Sample]]:
@@ -145,12 +157,15 @@ def split_of(path: str) -> str | None:
 # --- COCO
 
 
-def _coco(tree: Tree, files: Mapping[str, File]) -> _Found | None:
-    """Source: https://cocodataset.org/#format-data."""
+def coco(tree: Tree, files: Mapping[str, File], *, with_outlines: bool = False) -> _Found | None:
+    """Annotations of COCO's files, with polygons and run lengths or with boxes; None without such files.
+
+    Source: https://cocodataset.org/#format-data.
+    """
     named = [path for path in files if path.lower().endswith(".json")]
     # captions and keypoints lie beside the objects' file in COCO's own archives
     named = [path for path in named if "instances_" in path] or named
-    parsed = {path: found for path in sorted(named) if (found := _coco_file(tree, path)) is not None}
+    parsed = {path: found for path in sorted(named) if (found := _coco_file(tree, path, with_outlines)) is not None}
     if not parsed:
         return None
     index = _Index(files)
@@ -200,9 +215,13 @@ def _coco(tree: Tree, files: Mapping[str, File]) -> _Found | None:
 
 
 class _CocoObjects:
-    """The annotations of a file, in its order, 60 bytes each: lists of millions of them would take gigabytes."""
+    """The annotations of a file, in its order, 60 bytes each: lists of millions of them would take gigabytes.
 
-    def __init__(self) -> None:
+    Polygons and run lengths, which are most of a file, are kept only where they are needed.
+    """
+
+    def __init__(self, with_outlines: bool) -> None:
+        self._outlines: list[bytes] | None = [] if with_outlines else None
         self._boxes = array("d")  # of each x, y, width and height; NaN where it has no box
         self._keys = array("q")  # of each its id, that of its image, and its class
         self._crowds = array("b")
@@ -212,7 +231,7 @@ class _CocoObjects:
         return len(self._crowds)
 
     def add(self, entry: Mapping[str, Any]) -> None:
-        """Take an annotation; polygons, which are most of a file, take no memory here."""
+        """Take an annotation."""
         box, image, kind = entry.get("bbox"), entry.get("image_id"), entry.get("category_id")
         is_box = isinstance(box, list) and len(box) == 4 and all(map(_is_number, box))
         self._boxes.extend(box if is_box else _NO_BOX)  # type: ignore[arg-type]
@@ -220,6 +239,8 @@ class _CocoObjects:
         kind = kind if isinstance(kind, int | str) else str(kind)
         self._keys.extend(map(self._number, (entry.get("id"), image, kind)))
         self._crowds.append(bool(entry.get("iscrowd")))
+        if self._outlines is not None:
+            self._outlines.append(packed_outline(entry.get("segmentation")))
 
     def by_image(self) -> dict[Any, np.ndarray]:
         """Places of the annotations of each image, by its id."""
@@ -254,9 +275,13 @@ class _CocoObjects:
                 if is_same:
                     continue
             x, y, width, height = self._boxes[4 * place : 4 * place + 4]
-            if math.isnan(x):
+            outline = self._outlines[place] if self._outlines is not None else None
+            if outline is None and math.isnan(x):
                 found.refused.append((name, "no box of four numbers", False))
+            elif outline == b"":
+                found.refused.append((name, "no polygons or run lengths", False))
             else:
+                found.outlines += [outline] if outline else []
                 found.objects.append((name, x, y, x + width, y + height, self._key(kind), self._crowds[place]))
         return found
 
@@ -299,12 +324,12 @@ class _CocoFile:
     images: dict[Any, tuple[str, tuple[int, int] | None]] = field(default_factory=dict)  # by id: name and size
     categories: dict[Any, str] = field(default_factory=dict)
     twice: dict[str, Any] = field(default_factory=dict)  # names of images whose id is that of another, too
-    objects: _CocoObjects = field(default_factory=_CocoObjects)
+    objects: _CocoObjects
 
 
-def _coco_file(tree: Tree, path: str) -> _CocoFile | None:
+def _coco_file(tree: Tree, path: str, with_outlines: bool) -> _CocoFile | None:
     """Read a file; None for JSON of another kind. Objects without boxes, as in captions, are refused one by one."""
-    where, content = shown(tree.name, path), _CocoFile()
+    where, content = shown(tree.name, path), _CocoFile(objects=_CocoObjects(with_outlines))
     kinds = set()
     with tree.open(path) as file:
         for kind, entry in json_arrays(file, where, ("images", "annotations", "categories")):

@@ -1,13 +1,14 @@
-"""Images with a mask each: a PNG file of the same name whose pixels are classes."""
+"""Images with a mask each: a PNG file of the same name whose pixels are classes, or COCO's polygons."""
 
 from dataclasses import replace
 
 from components.common.contracts.errors import UserError
-from components.common.data.places import is_uri
+from components.common.data.places import is_uri, translate_errors
 from components.common.tasks.segmentation import VOID
-from components.preprocess.sources.annotations import split_of, split_samples
+from components.preprocess.sources.annotations import coco, split_of, split_samples
 from components.preprocess.sources.folders import File, Tree, read_text, sample_of, shown
 from components.preprocess.sources.samples import (
+    ClassNames,
     Options,
     Sample,
     Source,
@@ -18,10 +19,11 @@ from components.preprocess.sources.samples import (
 )
 
 WANTED = (
-    "put the images into images/ and a PNG mask of the same name for each into masks/, in train/ and val/ or in one "
-    "folder"
+    "put the images into images/ and a PNG mask of the same name for each into masks/, or COCO JSON with polygons "
+    "beside the images, in train/ and val/ or in one folder"
 )
 _NAMES = "classes.txt"
+_BACKGROUND = "background"  # the class of what is no object of COCO's
 
 
 def masks_source(tree: Tree, storage: Storage, options: Options) -> Source:
@@ -32,22 +34,29 @@ def masks_source(tree: Tree, storage: Storage, options: Options) -> Source:
     """
     files = {file.path: file for file in tree.files("")}
     images, masks = _by_key(files, "images"), _by_key(files, "masks")
+    if not masks:
+        with translate_errors(tree.name):
+            found = coco(tree, files, with_outlines=True)
+        if found is not None:
+            classes = _with_background(found.classes)
+            _check((options.names or classes).names, tree)
+            return found.source(classes, storage, options)
     if not images or not masks:
         raise UserError(f"{tree.name} has no masks; {WANTED}", code="no-masks", setting="data")
     names = _class_names(tree, files, options)
     annotation = str(len(names)).encode()  # one object for all samples
     samples: list[tuple[str, Sample]] = []
     refused: dict[str, str] = {}
-    for key, found in images.items():
+    for key, own_images in images.items():
         own = masks.pop(key, [])
-        if len(found) > 1:
-            refused |= {file.path: f"{len(found)} images of one name, and so of one mask" for file in found}
+        if len(own_images) > 1:
+            refused |= {file.path: f"{len(own_images)} images of one name, and so of one mask" for file in own_images}
         elif not own:
-            refused[found[0].path] = "it has no mask"
+            refused[own_images[0].path] = "it has no mask"
         elif len(own) > 1:
-            refused[found[0].path] = "it has several masks: " + ", ".join(file.path for file in own)
+            refused[own_images[0].path] = "it has several masks: " + ", ".join(file.path for file in own)
         elif (split := split_of(key.rpartition("/")[0])) is not None:
-            sample = replace(sample_of(found[0], 0), annotation=annotation, mask=sample_of(own[0], 0))
+            sample = replace(sample_of(own_images[0], 0), annotation=annotation, mask=sample_of(own[0], 0))
             samples.append((split, sample))
     refused |= {file.path: "a mask of an image that is not there" for own in masks.values() for file in own}
     source = Source(classes=names, splits=split_samples(samples, options), storage=storage)
@@ -81,6 +90,19 @@ def _class_names(tree: Tree, files: dict[str, File], options: Options) -> tuple[
             )
         _, path = paths[0]
         names = parse_class_names(read_text(tree, path), shown(tree.name, path), is_fetched=is_uri(tree.name)).names
+    _check(names, tree)
+    return names
+
+
+def _with_background(classes: ClassNames) -> ClassNames:
+    """COCO's categories behind a class for the rest of an image, unless they have it."""
+    if classes.names[:1] == (_BACKGROUND,):
+        return classes
+    return ClassNames((_BACKGROUND, *classes.names), {key: label + 1 for key, label in classes.labels.items()})
+
+
+def _check(names: tuple[str, ...], tree: Tree) -> None:
+    """Raises UserError: there are too few or too many classes."""
     check_two_classes(names, tree.name, "The background is a class of masks, too", is_fetched=is_uri(tree.name))
     if len(names) > VOID:
         raise UserError(
@@ -88,4 +110,3 @@ def _class_names(tree: Tree, files: dict[str, File], options: Options) -> tuple[
             "leave some out",
             code="too-many-classes",
         )
-    return names

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,73 @@ def test_shapes_as_the_tool_writes_them(tmp_path: Path) -> None:
         for entry in entries:
             values = written[Path(entry["path"]).stem]
             assert [label for label, _ in entry["shares"]] == np.unique(values).tolist()
+
+
+def test_run_lengths_of_coco_are_the_masks(tmp_path: Path) -> None:
+    write_shapes(tmp_path / "data", num_train=6, num_val=2, image_size=64)
+    expected = packed(tmp_path / "data", tmp_path / "x")
+    for split in ("train", "val"):
+        shutil.rmtree(tmp_path / "data" / split / "masks")
+    (tmp_path / "data" / "classes.txt").unlink()
+    found = packed(tmp_path / "data", tmp_path / "y")
+    assert found.manifest.classes == expected.manifest.classes == SHAPES
+    own, of_files = masks(found), masks(expected)
+    assert own.keys() == of_files.keys()
+    assert all(np.array_equal(own[name], of_files[name]) for name in own)
+
+
+def test_polygons_of_coco_and_what_is_wrong_with_them(tmp_path: Path) -> None:
+    square = [[4, 6, 20, 6, 20, 30, 4, 30]]
+    outlines: list[tuple[int, Any]] = [
+        (7, square),
+        (9, [[10, 0, 40, 0, 40, 10, 10, 10], [50, 40, 60, 40, 60, 48]]),  # in two parts, the first one over the square
+        (9, {"size": [HEIGHT, WIDTH], "counts": [HEIGHT * 60, 5, HEIGHT * 4 - 5]}),
+        (8, square),
+        (9, []),
+        (9, [[1, 2, 3, 4]]),
+        (9, ["abcdef"]),
+        (9, {"size": [HEIGHT, WIDTH], "counts": [5, 5]}),
+        (9, {"size": [HEIGHT, WIDTH], "counts": "~~~~~~~~~~~~"}),
+        (9, [[100, 100, 110, 100, 110, 120]]),
+    ]
+    content = {
+        "images": [
+            {"id": number, "file_name": f"{number}.png", "width": WIDTH, "height": HEIGHT + (number == 2)}
+            for number in range(5)
+        ],
+        "categories": [{"id": 9, "name": "dog"}, {"id": 7, "name": "cat"}],
+        "annotations": [
+            {"id": number, "image_id": 1, "category_id": kind, "segmentation": outline}
+            for number, (kind, outline) in enumerate(outlines)
+        ],
+    }
+    for number in range(4):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        gradient(HEIGHT, WIDTH, shift=number * 11).save(tmp_path / "data" / f"{number}.png")
+    (tmp_path / "data" / "annotations.json").write_text(json.dumps(content), encoding="utf-8")
+    dataset = packed(tmp_path / "data", tmp_path / "x", max_bad_fraction=0.99, val_fraction=0.4)
+    assert dataset.manifest.classes == ("background", "cat", "dog")
+    expected = np.zeros((HEIGHT, WIDTH), np.uint8)
+    expected[6:30, 4:20] = 1
+    expected[:10, 10:40] = 2
+    expected[6:10, 10:20] = 255
+    expected[:5, 60] = 2
+    found = masks(dataset)["1"]
+    np.testing.assert_array_equal(found[:, :50], expected[:, :50])
+    np.testing.assert_array_equal(found[:40], expected[:40])
+    assert (found[40:, 50:60] == 2).sum() == pytest.approx(40, abs=5)  # a triangle
+    assert not masks(dataset)["0"].any()
+    lines = dataset.file("rejected_annotations.jsonl").read_text(encoding="utf-8").splitlines()
+    why = {entry["annotation"]: entry["reason"].partition(":")[0] for entry in map(json.loads, lines)}
+    assert why == {
+        "annotation 3": "unknown class",
+        "annotation 4": "no polygons or run lengths",
+        **{f"annotation {number}": "no outline" for number in (5, 6, 7, 8)},
+        "annotation 9": "no pixel of the image is in it",
+    }
+    refused = rejected(dataset.path)
+    assert refused["2.png"].startswith("annotated at another size")
+    assert refused["4.png"] == "annotations.json names it, and it is not there"
 
 
 def test_palettes_are_their_numbers_and_orientation_and_size_follow_the_image(tmp_path: Path) -> None:
