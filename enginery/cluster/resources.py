@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from kfp import dsl, kubernetes
+from kfp.dsl import pipeline_context
 
 from components.common.contracts.container_images import image_for
-from components.common.contracts.environment import KFP_RUN_VARIABLE
+from components.common.contracts.environment import EXPERIMENT_VARIABLE, KFP_RUN_VARIABLE
 from components.train.train_job import JOB_VARIABLE, NAMESPACE_VARIABLE, POD_VARIABLE, VOLUME_VARIABLE, TrainJobRequest
 from enginery.cluster.settings import (
     PRODUCT_LABEL,
@@ -87,8 +88,9 @@ def _apply_image(task: dsl.PipelineTask, step: str, settings: ClusterSettings) -
         kubernetes.set_image_pull_secrets(task, list(settings.image_pull_secrets))
     if settings.run_as_non_root:  # KFP sets the rest of what `restricted` asks for
         kubernetes.set_security_context(task, run_as_non_root=True)
-    # The step's run in MLflow is tagged with it.
+    # By these the steps of one run find each other in MLflow.
     kubernetes.use_field_path_as_env(task, KFP_RUN_VARIABLE, "metadata.labels['pipeline/runid']")
+    task.set_env_variable(EXPERIMENT_VARIABLE, pipeline_context.Pipeline.get_default_pipeline().name)
 
 
 def _apply_environment(task: dsl.PipelineTask, placed: Placement) -> None:

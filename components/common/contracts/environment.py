@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from components.common.runtimes import RUNTIMES
 
 KFP_RUN_VARIABLE = "ENGINERY_KFP_RUN_ID"  # on a cluster, of the run that a step belongs to
+EXPERIMENT_VARIABLE = "MLFLOW_EXPERIMENT_NAME"
 
 # Name in manifests -> the distributions that may provide it.
 _DISTRIBUTIONS = {

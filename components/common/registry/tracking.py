@@ -2,7 +2,8 @@
 
 A step finds its run by the contract of KFP's MLflow plugin: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_ID and
 MLFLOW_RUN_ID. A local run knows its steps only as they start, so there the parent passes its own run in
-ENGINERY_PARENT_RUN_ID and the step makes its nested run itself.
+ENGINERY_PARENT_RUN_ID and the step makes its nested run itself. On KFP without that plugin the first step makes the
+pipeline's run, too, and the others find it by the KFP run's id.
 """
 
 import getpass
@@ -18,11 +19,11 @@ from typing import Any, Literal
 import mlflow
 import requests  # type: ignore[import-untyped]
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, LoggedModelStatus, Metric, Param
+from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, LoggedModelStatus, Metric, Param, Run
 from mlflow.exceptions import MlflowException, RestException
 from mlflow.utils.time import get_current_time_millis
 
-from components.common.contracts.environment import KFP_RUN_VARIABLE
+from components.common.contracts.environment import EXPERIMENT_VARIABLE, KFP_RUN_VARIABLE
 from components.common.contracts.errors import EXIT_INTERRUPTED, EngineryError
 from components.common.contracts.records import AccuracyRow, BenchmarkRow
 from components.common.process.disk import explain
@@ -38,8 +39,9 @@ from components.common.registry.store import (
 
 PARENT_RUN_VARIABLE = "ENGINERY_PARENT_RUN_ID"
 RUN_TAG = "enginery.run"  # the local or KFP run's id, by which its runs in MLflow are found again
-_STEP_TAG, _ADOPTED_TAG = "enginery.step", "enginery.adopted"
+_STEP_TAG, _ADOPTED_TAG, _PIPELINE_TAG = "enginery.step", "enginery.adopted", "enginery.pipeline"
 _MAX_PARAM_LENGTH = 500
+_LAST_STEPS = ("promote", "analyze")
 VIEW = "accuracy and verdict"
 # How long one request may take: MLflow's own defaults try for many minutes in silence. The steps inherit these.
 REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
@@ -233,8 +235,12 @@ def step_run(step: str) -> Iterator[StepRun]:
         with _adopted(client, run_id, step) as run:
             yield run
         return
-    experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID") or _experiment(client, "enginery")
-    run = _new_step_run(client, experiment_id, step, os.environ.get(PARENT_RUN_VARIABLE, ""))
+    name = os.environ.get(EXPERIMENT_VARIABLE) or "enginery"
+    experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID") or _experiment(client, name)
+    kfp_run = os.environ.get(KFP_RUN_VARIABLE, "")
+    pipeline = KfpPipelineRun(client, experiment_id, name, kfp_run) if kfp_run else None
+    parent = pipeline.run_id if pipeline else os.environ.get(PARENT_RUN_VARIABLE, "")
+    run = _new_step_run(client, experiment_id, step, parent, pipeline)
     status = "FAILED"
     message = ""
     try:
@@ -248,6 +254,9 @@ def step_run(step: str) -> Iterator[StepRun]:
         raise
     finally:
         _end_step_run(client, run.run_id, status, message)
+        if pipeline is not None:
+            with suppress(Exception):  # what the step did or died of counts
+                pipeline.step_ended(step, status, message)
 
 
 def user_name() -> str:
@@ -258,14 +267,51 @@ def user_name() -> str:
         return str(os.getuid())
 
 
-def _new_step_run(client: MlflowClient, experiment_id: str, step: str, parent_run_id: str) -> StepRun:
+def _new_step_run(
+    client: MlflowClient, experiment_id: str, step: str, parent_run_id: str, pipeline: StepRun | None = None
+) -> StepRun:
     tags = {_STEP_TAG: step, "mlflow.source.name": f"components.{step}", "mlflow.user": user_name()}
     if parent_run_id:
         tags["mlflow.parentRunId"] = parent_run_id
     if kfp_run := os.environ.get(KFP_RUN_VARIABLE):
         tags[RUN_TAG] = kfp_run
     run = client.create_run(experiment_id, run_name=step, tags=tags)
-    return StepRun(client, run.info.run_id, experiment_id)
+    return StepRun(client, run.info.run_id, experiment_id, pipeline=pipeline)
+
+
+class KfpPipelineRun(StepRun):
+    """The run of a pipeline on KFP without its plugin: the first step makes it, and the others find it by its tags."""
+
+    def __init__(self, client: MlflowClient, experiment_id: str, name: str, kfp_run: str) -> None:
+        """Find or make it, and have it run: a step may have failed that is tried again."""
+        runs = self._find(client, experiment_id, kfp_run)
+        if not runs:
+            tags = {RUN_TAG: kfp_run, _PIPELINE_TAG: name, "mlflow.source.name": name, "mlflow.user": user_name()}
+            made = client.create_run(experiment_id, run_name=f"{name} {kfp_run[:8]}", tags=tags)
+            runs = self._find(client, experiment_id, kfp_run)
+            if runs[0].info.run_id != made.info.run_id:  # a step beside this one was faster
+                client.delete_run(made.info.run_id)
+        super().__init__(client, runs[0].info.run_id, experiment_id)
+        if runs[0].info.status != "RUNNING":
+            client.update_run(self.run_id, status="RUNNING")
+            self.set_tags({"enginery.message": ""})
+
+    @staticmethod
+    def _find(client: MlflowClient, experiment_id: str, kfp_run: str) -> list[Run]:
+        """Oldest first; the same order for all who ask."""
+        found = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{kfp_run}' and tags.`{_PIPELINE_TAG}` != ''")
+        return sorted(found, key=lambda run: (run.info.start_time, run.info.run_id))
+
+    def step_ended(self, step: str, status: str, message: str) -> None:
+        """End with a step that failed, or with the last one; whose process was killed is closed then."""
+        if status == "FINISHED" and step not in _LAST_STEPS:
+            return
+        if status == "FINISHED":
+            close_nested(self.client, self.experiment_id, self.run_id, "KILLED")
+        self.set_tags(
+            {"enginery.status": "done" if status == "FINISHED" else status.lower(), "enginery.message": message}
+        )
+        self.client.set_terminated(self.run_id, status=status)
 
 
 @contextmanager
@@ -438,13 +484,18 @@ class PipelineRun:
 
     def _close(self, run_id: str, status: str, tags: Mapping[str, str]) -> None:
         experiment_id = self.client.get_run(run_id).info.experiment_id
-        nested = f"tags.`mlflow.parentRunId` = '{run_id}' and attributes.status = 'RUNNING'"
-        for run in self.client.search_runs([experiment_id], nested):
-            if message := tags.get("enginery.message"):
-                self.client.set_tag(run.info.run_id, "enginery.message", message)
-            self.client.set_terminated(run.info.run_id, status=status)
+        close_nested(self.client, experiment_id, run_id, status, tags.get("enginery.message", ""))
         StepRun(self.client, run_id, experiment_id).set_tags(tags)
         self.client.set_terminated(run_id, status=status)
+
+
+def close_nested(client: MlflowClient, experiment_id: str, run_id: str, status: str, message: str = "") -> None:
+    """End the steps' runs that could not end themselves."""
+    nested = f"tags.`mlflow.parentRunId` = '{run_id}' and attributes.status = 'RUNNING'"
+    for run in client.search_runs([experiment_id], nested):
+        if message:
+            client.set_tag(run.info.run_id, "enginery.message", message)
+        client.set_terminated(run.info.run_id, status=status)
 
 
 def check_store(uri: str, place: Path) -> None:
