@@ -20,7 +20,8 @@ class PreprocessConfig(StepConfig):
     task: TaskName = Field(
         "classification",
         description="What the images are labelled for: classification (a folder per class), detection (boxes as COCO "
-        "JSON, Pascal VOC XML or YOLO text files) or segmentation (a PNG mask per image, or polygons as COCO JSON).",
+        "JSON, Pascal VOC XML or YOLO text files), segmentation (a PNG mask per image, or polygons as COCO JSON), or "
+        "translation, of pairs of sentences (tab-separated values, Moses' pairs of files or TMX).",
     )
     val_fraction: float = Field(
         0.2, gt=0, lt=1, description="Share of each class held out for validation; unused when the folder has val/."
@@ -61,4 +62,26 @@ class PreprocessConfig(StepConfig):
         "",
         description="Text file with one class name per line, in the order of an existing model's outputs, or "
         "ImageNet's synset map; empty for the data's own names, sorted.",
+    )
+    source_language: str = Field(
+        "en", pattern="^[A-Za-z0-9-]{1,35}$", description="Text: the language that is translated, such as en or pt-BR."
+    )
+    target_language: str = Field(
+        "de", pattern="^[A-Za-z0-9-]{1,35}$", description="Text: the language that it is translated to."
+    )
+    max_words: int = Field(200, ge=1, description="Text: pairs with a sentence of more words are rejected.")
+    max_length_ratio: float = Field(
+        5,
+        ge=1,
+        description="Text: pairs with a sentence of 100 characters or more, and more than so many times those of the "
+        "other, are rejected.",
+    )
+    vocabulary_size: int = Field(
+        8000,
+        ge=4,
+        le=65536,
+        description="Text: tokens of both languages' vocabulary; fewer where the text has no more.",
+    )
+    max_tokens: int = Field(
+        256, ge=8, description="Text: longest sentence that a model takes, in tokens; longer ones are rejected."
     )

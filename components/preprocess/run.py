@@ -1,4 +1,4 @@
-"""preprocess: labelled images -> WebDataset shards."""
+"""preprocess: labelled images -> WebDataset shards; pairs of sentences -> tab-separated values."""
 
 import shutil
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from pathlib import Path
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import DatasetPartManifest, seal
 from components.common.process.steplog import StepLog
+from components.common.tasks import TASKS
 from components.preprocess.assembling import RECORDS, Packed, assemble, check_rejected, join_rejected, report
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.packing import (
@@ -25,8 +26,12 @@ from components.preprocess.sources.samples import VAL_NAMES
 
 def run(config: PreprocessConfig, log: StepLog, *, output: Path) -> str:
     """Scan, decode, split and pack. See the package's docstring."""
-    check_data_folder(config.data)
+    check_data_folder(config.data, config.task)
     _check_apart(config.data, output)
+    if TASKS[config.task].of_text:
+        from components.preprocess import translation  # SentencePiece is not for images
+
+        return translation.run(config, log, output=output)
     with open_output(output) as records:
         scratch = records / "unpacked"
         shutil.rmtree(scratch, ignore_errors=True)

@@ -26,8 +26,8 @@ from components.common.data.places import (
     locate,
     translate_errors,
 )
-from components.common.tasks import TaskName
-from components.preprocess.sources import annotations, masks
+from components.common.tasks import TASKS, TaskName
+from components.preprocess.sources import annotations, masks, parallel_text
 from components.preprocess.sources.folders import LocalTree, Tree, folder_source, remote_tree
 from components.preprocess.sources.samples import (
     FileStorage,
@@ -109,22 +109,25 @@ def kind_of(data: str) -> Kind:
     return next((kind for kind in KINDS if name.endswith(kind.suffixes)), FOLDER)
 
 
-def check_data_folder(data: str) -> None:
+def check_data_folder(data: str, task: TaskName = "classification") -> None:
     """Look whether `data` can be read at all, which takes no time; what it holds is found out by the step.
 
     Raises:
         UserError: it is not there, may not be read, is of no kind that is read, or is a URI that can't be used here.
     """
-    kind = kind_of(data)
-    wanted = (
-        "name a folder with one sub-folder of images per class, an archive of it or a table "
-        f"({', '.join(suffix for kind in KINDS for suffix in kind.suffixes)})"
-    )
+    if TASKS[task].of_text:
+        suffixes, wanted, example = parallel_text.SUFFIXES, parallel_text.WANTED, "phrases"
+    else:
+        suffixes, example = tuple(suffix for kind in KINDS for suffix in kind.suffixes), "digits"
+        wanted = "name a folder with one sub-folder of images per class, an archive of it or a table "
+        wanted += f"({', '.join(suffixes)})"
+    is_file = file_name(data).endswith(suffixes)
     if is_uri(data):
         check_uri(data, "data")
-        if is_web(data) and kind is FOLDER:
+        if is_web(data) and not is_file:
             raise UserError(
-                f"a web server lists no folders, so {data} can't be read as one; name an archive or a table",
+                f"a web server lists no folders, so {data} can't be read as one; name an archive, a table or a file of "
+                "text",
                 code="unlisted-folder",
                 setting="data",
             )
@@ -132,11 +135,11 @@ def check_data_folder(data: str) -> None:
     path = local_path(data)
     if not path.exists():
         raise UserError(
-            f"the data folder {path} does not exist; {wanted}. To try: enginery data digits digits",
+            f"the data folder {path} does not exist; {wanted}. To try: enginery data {example} {example}",
             code="no-data",
             setting="data",
         )
-    if not path.is_dir() and (not path.is_file() or kind is FOLDER):
+    if not path.is_dir() and (not path.is_file() or not is_file):
         raise UserError(
             f"the data {path} is a file, not a folder, and of no kind that is read; {wanted}",
             code="unknown-data-kind",
