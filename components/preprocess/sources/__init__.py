@@ -115,6 +115,7 @@ def check_data_folder(data: str, task: TaskName = "classification") -> None:
     Raises:
         UserError: it is not there, may not be read, is of no kind that is read, or is a URI that can't be used here.
     """
+    suffixes: tuple[str, ...]
     if TASKS[task].of_text:
         suffixes, wanted, example = parallel_text.SUFFIXES, parallel_text.WANTED, "phrases"
     else:
