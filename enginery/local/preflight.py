@@ -289,7 +289,7 @@ def check_paths(arguments: Mapping[str, Any]) -> None:
     """
     data, model = (str(arguments.get(name) or "") for name in ("data", "model"))
     if data:
-        check_data_folder(data)
+        check_data_folder(data, task_of(str(arguments.get("architecture") or "")))
     path = Path(model)
     if model and "://" not in model and not path.is_file() and not (path / MANIFEST).is_file():
         raise UserError(
