@@ -13,6 +13,7 @@ CPU = "cpu"  # name of the configurations for a server without a GPU: `tritonser
 STATISTICS_TENSOR = "STATISTICS"  # IMAGE_STATISTICS, from preprocessing to the counting of predictions
 SIZES_TENSOR = "SIZES"  # width and height of an image as it was sent, for boxes and masks
 ANSWER_TENSOR = "ANSWER"  # JSON: see components/common/tasks/answers.py
+TEXT_TENSOR, TRANSLATION_TENSOR = "TEXT", "TRANSLATION"  # a sentence in UTF-8 each
 EXAMPLES_VARIABLE = "ENGINERY_EXAMPLES"  # folder of example images, where the repository lets them be kept
 _TENSORRT_VARIABLES = ("TRT_VERSION", "TENSORRT_VERSION")  # NVIDIA's images name what they hold in one of these
 

@@ -247,7 +247,8 @@ def _sentence_loaders(
         "num_shards": world.world_size,
         "device_id": world.device_id,
     }
-    state = None if saved is None else saved.loader_states()[0]
+    # Of any process: what a step holds does not depend on their number.
+    state = None if saved is None else saved.state["ranks"][0]["loader"]
     training: dict[str, Any] = {"batches_per_step": plan.num_accumulated, "seed": config.seed, "state": state}
     train = SentenceLoader(data, "train", training=True, **own, **training)
     return train, SentenceLoader(data, "val", training=False, **own)

@@ -31,11 +31,14 @@ from components.common.data.baseline import IMAGE_STATISTICS, baseline_file
 from components.common.registry.trust import sign_folder
 from components.common.runtimes import RUNTIMES
 from components.common.tasks import TaskName
+from components.common.tasks.translation.runners import BATCH_SIZE, ENCODER
 from components.serve.repository_check import (
     ANSWER_TENSOR,
     CPU,
     SIZES_TENSOR,
     STATISTICS_TENSOR,
+    TEXT_TENSOR,
+    TRANSLATION_TENSOR,
     VERSION,
     open_repository,
 )
@@ -335,7 +338,7 @@ def write_repository(
             setting="shadow_share",
         )
     with new_folder(output, "a model repository") as temporary:
-        _Writer(source, temporary, name, config).write()
+        (_TextWriter if bundle.text is not None else _Writer)(source, temporary, name, config).write()
         for file, statement in source.statements.items():
             (temporary / file).write_bytes(statement)
         if key is not None:
@@ -366,19 +369,97 @@ def _output_size(source: ModelSource) -> tuple[int, ...]:
     return tuple(size.dim_value for size in output.type.tensor_type.shape.dim[1:])
 
 
-class _Writer:
+class _AnyWriter:
     """Puts one repository into an empty folder."""
 
     def __init__(self, source: ModelSource, root: Path, name: str, config: RepositoryConfig) -> None:
         self.source, self.root, self.config = source, root, config
         self.bundle = source.bundle.manifest
         self.names = ModelNames(ensemble=name)
-        self.top_k = min(config.top_k, len(self.bundle.classes))
-        self.engines = source.measured_engines
-        folder = f"{self.names.network}/{VERSION}"
+        folder = f"{self.names.ensemble if self.bundle.text is not None else self.names.network}/{VERSION}"
         on_cpus = self.bundle.int8_on_cpus if source.precision == "int8" else ()
         self.cpu_models = tuple(model.model_copy(update={"file": f"{folder}/{model.file}"}) for model in on_cpus)
         self.cpu_model = "" if on_cpus else f"{folder}/{self.bundle.models[source.precision]}"
+
+    def _described(self) -> dict[str, str]:
+        """Parameters of the model that takes requests."""
+        return {
+            "model": self.source.name,
+            "version": self.source.version,
+            "precision": self.source.precision,
+            **({} if self.bundle.task == "classification" else {"task": self.bundle.task}),
+            **{f"{part}_digest": digest for part, digest in self.source.digests.items()},
+        }
+
+    def _batching(self, runtime: str) -> Batching:
+        report = self.source.report
+        benchmark = report.manifest.benchmark if report is not None else None
+        return batching_for(self.source.precision, runtime, benchmark, max_wait_s=self.config.max_wait_s)
+
+    def _model(self, name: str, module: str) -> None:
+        folder = self.root / name / VERSION
+        folder.mkdir(parents=True)
+        (folder / "model.py").write_text(_MODEL.format(module=module), encoding="utf-8")
+
+    def _copy(self, artifact: Artifact[Any], file: str, target: Path) -> None:
+        shutil.copyfile(artifact.file(file), target)
+        entry = artifact.manifest.files[file]  # of the copy, since what it was copied from may be swapped at any time
+        if problem := file_problem(target.parent, target.name, entry.size_bytes, entry.digest):
+            raise EngineryError(
+                f"{file} of {artifact.path} was changed while it was copied: {problem}", code="changed-file"
+            )
+
+    def _seal(self, **fields: Any) -> None:
+        seal(
+            self.root,
+            RepositoryManifest,
+            inputs=self.source.digests,
+            config=self.config,
+            task=self.bundle.task,
+            name=self.names.ensemble,
+            version=self.source.version,
+            precision=self.source.precision,
+            classes=self.bundle.classes,
+            text=self.bundle.text,
+            transform=self.bundle.transform,
+            shapes=self.bundle.shapes,
+            cpu_model=self.cpu_model,
+            cpu_models=self.cpu_models,
+            measured_on=self.source.measured_on,
+            **fields,
+        )
+
+
+class _TextWriter(_AnyWriter):
+    """One model, which translates."""
+
+    def write(self) -> None:
+        """The model, and the manifest last."""
+        text, batching, name = self.bundle.text_spec, self._batching("openvino"), self.names.ensemble
+        self._model(name, "translation")
+        for file in [model.file for model in self.cpu_models] or [self.cpu_model]:
+            for each in (Path(file), Path(file).with_stem(ENCODER.format(Path(file).stem))):
+                self._copy(self.source.bundle, each.name, self.root / each)
+        self._copy(self.source.bundle, text.vocabulary, self.root / text.vocabulary)
+        config = _TEMPLATES.get_template("translator.pbtxt.j2").render(
+            name=name,
+            version=VERSION,
+            max_batch=BATCH_SIZE,
+            source=TEXT_TENSOR,
+            target=TRANSLATION_TENSOR,
+            parameters={**self._described(), "runtime": "openvino", PARAMETER: str(batching.max_queue_size)},
+        )
+        (self.root / name / _CONFIG).write_text(config, encoding="utf-8")
+        self._seal(top_k=1, engines=(), batching={"cpu": batching})
+
+
+class _Writer(_AnyWriter):
+    """An ensemble that takes images."""
+
+    def __init__(self, source: ModelSource, root: Path, name: str, config: RepositoryConfig) -> None:
+        super().__init__(source, root, name, config)
+        self.top_k = min(config.top_k, len(self.bundle.classes))
+        self.engines = source.measured_engines
         baseline, report = baseline_file(source.precision), source.report
         self.baseline = baseline if report is not None and baseline in report.manifest.files else ""  # of older ones
         self.counted = (STATISTICS_TENSOR, *(["IMAGE"] if config.keep_examples else [])) if self.baseline else ()
@@ -400,30 +481,11 @@ class _Writer:
             self._config("preprocess", self.names.preprocess, cpu, variant=CPU)
         self._model(self.names.labels, "labels" if self.bundle.task == "classification" else "answers")
         self._config("labels", self.names.labels, cpu)
-        seal(
-            self.root,
-            RepositoryManifest,
-            inputs=self.source.digests,
-            config=self.config,
-            task=self.bundle.task,
-            name=self.names.ensemble,
-            version=self.source.version,
-            precision=self.source.precision,
-            classes=self.bundle.classes,
-            transform=self.bundle.image_transform,
-            shapes=self.bundle.image_shapes,
+        self._seal(
             top_k=self.top_k,
-            cpu_model=self.cpu_model,
-            cpu_models=self.cpu_models,
-            measured_on=self.source.measured_on,
             engines=tuple(self._renamed(entry) for entry in self.engines),
             batching={"cpu": cpu, **({"gpu": gpu} if plans else {})},
         )
-
-    def _batching(self, runtime: str) -> Batching:
-        report = self.source.report
-        benchmark = report.manifest.benchmark if report is not None else None
-        return batching_for(self.source.precision, runtime, benchmark, max_wait_s=self.config.max_wait_s)
 
     def _write_network(self, cpu: Batching, gpu: Batching) -> dict[str, str]:
         """The network's files and configurations. Returns its plans by compute capability."""
@@ -446,26 +508,14 @@ class _Writer:
         folder.mkdir(parents=True)
         # Object stores know no empty folders, and Triton wants one for each version.
         (folder / "README").write_text("The ensemble is config.pbtxt, one folder up.\n", encoding="utf-8")
-        described = {
-            "model": self.source.name,
-            "version": self.source.version,
-            "precision": self.source.precision,
-            **({} if self.bundle.task == "classification" else {"task": self.bundle.task}),
-            **{f"{part}_digest": digest for part, digest in self.source.digests.items()},
-        }
         for runtime, variant in (("tensorrt", ""), ("openvino", CPU)) if self.engines else (("openvino", ""),):
-            parameters = {**described, "runtime": runtime}
+            parameters = {**self._described(), "runtime": runtime}
             self._config("ensemble", self.names.ensemble, batching, variant=variant, parameters=parameters)
 
     def _renamed(self, entry: EngineEntry) -> EngineEntry:
         """Entries of the plans, one for each compute capability, with their paths in the repository."""
         file = f"{self.names.network}/{VERSION}/{entry.precision}-{entry.compute_capability}.plan"
         return entry.model_copy(update={"file": file, "layers": None})
-
-    def _model(self, name: str, module: str) -> None:
-        folder = self.root / name / VERSION
-        folder.mkdir(parents=True)
-        (folder / "model.py").write_text(_MODEL.format(module=module), encoding="utf-8")
 
     def _config(self, kind: Kind, name: str, batching: Batching, *, variant: str = "", **options: Any) -> None:
         folder, bundle = self.root / name, self.bundle
@@ -474,11 +524,3 @@ class _Writer:
         sizes = {"output_size": self.output_size, "top_k": self.top_k, "task": bundle.task}
         own = {**sizes, "batching": batching, "counted": self.counted, **options}
         file.write_text(model_config(kind, self.names, bundle.image_shapes, **own), encoding="utf-8")
-
-    def _copy(self, artifact: Artifact[Any], file: str, target: Path) -> None:
-        shutil.copyfile(artifact.file(file), target)
-        entry = artifact.manifest.files[file]  # of the copy, since what it was copied from may be swapped at any time
-        if problem := file_problem(target.parent, target.name, entry.size_bytes, entry.digest):
-            raise EngineryError(
-                f"{file} of {artifact.path} was changed while it was copied: {problem}", code="changed-file"
-            )

@@ -22,7 +22,7 @@ from components.validate.config import ValidateConfig
 from components.validate.run import run as validate
 from tests.conftest import Shared
 
-from . import shapes
+from . import sentences, shapes
 from .networks import build, digits_network, read_here, shapes_of
 from .registered import (
     NAME,
@@ -150,3 +150,9 @@ def onnx_of(shared: Shared) -> Callable[[str], Path]:
         return folder / "fp32.onnx"
 
     return path_of
+
+
+@pytest.fixture(scope="session")
+def translator(shared: Shared) -> shapes.Chain:
+    """Pairs of sentences to a bundle."""
+    return sentences.made_translator(shared)

@@ -17,6 +17,7 @@ ENCODER = "{}_encoder"  # name of a precision's encoder in a bundle; the step ha
 ENCODER_INPUTS, ENCODER_OUTPUTS = ("source",), ("memory", "mask", "state")
 STEP_INPUTS, STEP_OUTPUTS = ("tokens", "position", *ENCODER_OUTPUTS), ("logits", "next_state")
 BATCH_SIZE = 32  # sentences
+MAX_PIECE = 16  # characters that a token of SentencePiece stands for at most
 
 
 class OpenVinoNetwork:
@@ -64,12 +65,19 @@ class Translator:
         Raises:
             UserError: one is longer than the model's sentences.
         """
-        ids = self._vocabulary.encode(sentences)
-        for number, sentence in enumerate(ids, 1):
-            if len(sentence) > self._text.max_tokens:
+        most = self._text.max_tokens
+        for number, sentence in enumerate(sentences, 1):
+            if len(sentence) > MAX_PIECE * most:  # before work is put into it
                 raise UserError(
-                    f"sentence {number} has {len(sentence):,} tokens, and the model takes {self._text.max_tokens:,} at "
-                    "most; split it",
+                    f"sentence {number} has {len(sentence):,} characters, and the model takes {most:,} tokens at most; "
+                    "split it",
+                    code="sentence-too-long",
+                )
+        ids = self._vocabulary.encode(sentences)
+        for number, tokens in enumerate(ids, 1):
+            if len(tokens) > most:
+                raise UserError(
+                    f"sentence {number} has {len(tokens):,} tokens, and the model takes {most:,} at most; split it",
                     code="sentence-too-long",
                 )
         return ids

@@ -1,0 +1,35 @@
+"""Sentences that come from outside: what can be translated of them."""
+
+import re
+import unicodedata
+
+from components.common.contracts.errors import UserError
+
+# What ends a line for some programs, or turns the direction of text, beside the control characters themselves.
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]")
+
+
+def read_sentence(given: bytes | str, name: str) -> str:
+    """Text in Unicode's form NFC without space around it.
+
+    Args:
+        given: the text, or its bytes in UTF-8.
+        name: of the sentence in messages, such as "sentence 3".
+
+    Raises:
+        UserError: it is not UTF-8, empty, or holds control characters.
+    """
+    try:
+        text = (given.decode() if isinstance(given, bytes) else given).strip()
+        text.encode()
+    except UnicodeError as error:
+        message = f"{name} is not UTF-8 ({error.reason} at {error.start}); convert it"  # type: ignore[attr-defined]
+        raise UserError(message, code="not-utf8") from None
+    if not text:
+        raise UserError(f"{name} is empty; leave it out", code="empty-sentence")
+    if found := CONTROL.search(text):
+        raise UserError(
+            f"{name} holds the control character U+{ord(found[0]):04X} at character {found.start() + 1}; remove it",
+            code="control-character",
+        )
+    return unicodedata.normalize("NFC", text)

@@ -1,0 +1,112 @@
+"""A translator from pairs of sentences to a bundle: what its artifacts say, and that it resumes and translates."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from components.common.contracts.errors import Preempted
+from components.common.contracts.manifests import BundleManifest, CheckpointManifest, DatasetManifest, load, seal
+from components.common.contracts.settings import resolve
+from components.common.process.steplog import StepLog
+from components.common.tasks.translation.runners import open_translator
+from components.common.tasks.translation.sentences import read_sentence
+from components.export.config import ExportConfig
+from components.export.run import run as export
+from components.export.translation import read_pairs
+from components.train.config import TrainConfig
+from components.train.trainer import Trainer
+from components.train.training import train
+from tests.unit.refusals import refuses
+from tests.unit.shapes import Chain
+
+
+def test_every_artifact_says_what_it_is_of(translator: Chain) -> None:
+    dataset = load(translator.dataset, DatasetManifest).manifest
+    checkpoint = load(translator.checkpoint, CheckpointManifest).manifest
+    bundle = load(translator.bundle, BundleManifest).manifest
+    for manifest in (dataset, checkpoint, bundle):
+        assert (manifest.task, manifest.classes, manifest.text) == ("translation", (), dataset.text)
+        assert "vocabulary.model" in manifest.files
+    assert checkpoint.history[-1].train_loss < 0.7 * checkpoint.history[0].train_loss
+    assert checkpoint.metrics["val_score_pct"] > 40  # of the next tokens
+    assert set(bundle.models) == {"fp32", "fp32_encoder", "int8", "int8_encoder"}
+    assert bundle.num_quantized_layers == bundle.num_quantizable_layers == 5
+    assert bundle.calibration.selection.trials[0].agreement_pct > 50
+
+
+def test_sentences_are_translated_alike_in_any_batch(translator: Chain) -> None:
+    bundle = load(translator.bundle, BundleManifest)
+    sources = [source for source, _ in read_pairs(load(translator.dataset, DatasetManifest), "val")[:20]]
+    for precision in ("fp32", "int8"):
+        opened = open_translator(bundle, precision)
+        together = opened.translate(sources)
+        assert together == [opened.translate([source])[0] for source in sources]
+        assert len(set(together)) > 10
+        assert len(opened.translate(sources, beam_size=3, batch_size=7)) == 20
+        with refuses("sentence-too-long"):
+            opened.translate(["word " * 10_000])
+        with refuses("sentence-too-long"):
+            opened.translate(["ö ß " * 300])
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        (b"\xff\xfea\x00", "not-utf8"),
+        ("half \ud800", "not-utf8"),
+        ("  \t ", "empty-sentence"),
+        ("a\x00b", "control-character"),
+        ("a\u202eb", "control-character"),
+        ("one\ntwo", "control-character"),
+    ],
+)
+def test_what_is_no_sentence(given: bytes | str, code: str) -> None:
+    with refuses(code):
+        read_sentence(given, "sentence 1")
+    assert read_sentence(" zwo\u0308lf ".encode(), "sentence 1") == "zw\xf6lf"
+
+
+def test_training_resumes_within_an_epoch(translator: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same weights."""
+    settings = {"architecture": "translation/lstm_small", "epochs": 1, "optimizer": "adamw", "num_processes": 1}
+    settings |= {"global_batch_size": 64, "learning_rate": 0.03}
+    config = resolve(TrainConfig, "train", settings)
+    train(config, StepLog("test"), dataset=translator.dataset, output=tmp_path / "whole")
+    step = Trainer._after_step
+
+    def stop(trainer: Trainer) -> None:
+        if trainer.num_steps_done == 7:
+            signal.raise_signal(signal.SIGTERM)
+        step(trainer)
+
+    monkeypatch.setattr(Trainer, "_after_step", stop)
+    with pytest.raises(Preempted):
+        train(config, StepLog("test"), dataset=translator.dataset, output=tmp_path / "resumed")
+    monkeypatch.undo()
+    train(config, StepLog("test"), dataset=translator.dataset, output=tmp_path / "resumed")
+    digests = [
+        load(tmp_path / name, CheckpointManifest).manifest.files["weights.safetensors"].digest
+        for name in ("whole", "resumed")
+    ]
+    assert digests[0] == digests[1]
+
+
+def test_another_vocabulary_is_refused(translator: Chain, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in translator.dataset.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    dataset = load(translator.dataset, DatasetManifest).manifest
+    (other / "manifest.json").unlink()
+    (other / "vocabulary.model").write_bytes(b"\x00" + (other / "vocabulary.model").read_bytes())
+    fields = {name: getattr(dataset, name) for name in ("task", "text", "classes", "splits", "num_rejected")}
+    seal(other, DatasetManifest, inputs={}, config=resolve(TrainConfig, "train", {}), **fields)
+    with refuses("other-vocabulary"):
+        export(
+            resolve(ExportConfig, "export", {}),
+            StepLog("test"),
+            model=translator.checkpoint,
+            dataset=other,
+            output=tmp_path / "bundle",
+        )

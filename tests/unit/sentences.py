@@ -1,0 +1,34 @@
+"""The steps on `enginery data phrases`: a translator, made once."""
+
+from pathlib import Path
+
+from components.common.contracts.settings import resolve
+from components.common.process.steplog import StepLog
+from components.export.config import ExportConfig
+from components.export.run import run as export
+from components.preprocess.config import PreprocessConfig
+from components.preprocess.run import run as preprocess
+from components.train.config import TrainConfig
+from components.train.training import train
+from enginery.datasets.phrases import write_phrases
+from tests.conftest import Shared
+from tests.unit.shapes import THRESHOLDS, Chain
+
+
+def made_translator(shared: Shared) -> Chain:
+    """Dataset, checkpoint and bundle, of few pairs: its translations are bad, but not all alike."""
+
+    def build(folder: Path) -> None:
+        write_phrases(folder / "data", num_pairs=1500)
+        log, data = StepLog("test"), folder / "dataset"
+        settings: dict[str, object] = {"data": str(folder / "data"), "task": "translation", "vocabulary_size": 500}
+        preprocess(resolve(PreprocessConfig, "preprocess", settings), log, output=data)
+        settings = {"architecture": "translation/lstm_small", "epochs": 3, "optimizer": "adamw", "num_processes": 1}
+        settings |= {"global_batch_size": 32, "learning_rate": 0.032, "label_smoothing": 0.0}
+        train(resolve(TrainConfig, "train", settings), log, dataset=data, output=folder / "checkpoint")
+        settings = {"num_calibration_images": 32, "num_selection_images": 64, "calibration_method": "max"}
+        settings |= {"gate": THRESHOLDS}
+        source = {"model": folder / "checkpoint", "dataset": data}
+        export(resolve(ExportConfig, "export", settings), log, **source, output=folder / "bundle")
+
+    return Chain(folder=shared("translator", build))
