@@ -3,6 +3,7 @@
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -15,11 +16,14 @@ from components.common.contracts.manifests import MANIFEST, CheckpointManifest, 
 from components.common.data.places import check_uri, fetched, file_name, is_uri, local_path, translate_errors
 from components.common.process.steplog import StepLog
 from components.common.runtimes.architectures import build_model, load_weights, read_weights
+from components.common.tasks import task_of
 from components.train.checkpointing import WEIGHTS
 from components.train.config import TrainConfig
 
 _SUFFIXES = (".safetensors", ".pt", ".pth")
 _ENDS = ", ".join(_SUFFIXES)
+# Of torchvision's networks, and of none here: heads for training alone, and FCOS's centerness.
+_UNUSED = ("aux", "AuxLogits", "head.regression_head.bbox_ctrness.")
 
 
 def starting_model(config: TrainConfig, num_classes: int, log: StepLog, *, reads: bool = True) -> nn.Module:
@@ -79,7 +83,7 @@ def _begin_with(
     is_other_head = any(name not in weights or weights[name].shape != own[name].shape for name in head)
     if is_other_head:
         weights = {**weights, **{name: own[name] for name in head}}
-    unused = {name for name in weights if name not in own and name.startswith(("aux", "AuxLogits"))}
+    unused = {name for name in weights if name not in own and name.startswith(_UNUSED)}
     load_weights(model, {name: value for name, value in weights.items() if name not in unused}, config.pretrained)
     if is_other_head:
         log.note(f"the pretrained weights are for other classes: {', '.join(sorted(head))} start fresh")
@@ -145,10 +149,9 @@ def _published(architecture: str, name: str) -> Path:
     try:
         if architecture.startswith("timm/"):
             return _of_timm(architecture, name)
-        known = {entry.name: entry for entry in torchvision.models.get_model_weights(architecture)}
-        known["default"] = torchvision.models.get_model_weights(architecture).DEFAULT
+        known = _of_torchvision(architecture)
         if name not in known:
-            raise _no_weights(f"{name}, and torchvision has of {architecture} {', '.join(known)}")
+            raise _no_weights(f"{name}, and torchvision has of {architecture} {', '.join(known) or 'none'}")
         return _of_torch_hub(known[name].url)
     except OSError as error:  # of the network, or the cache
         raise UserError(
@@ -157,6 +160,15 @@ def _published(architecture: str, name: str) -> Path:
             code="weights-out-of-reach",
             setting="train.pretrained",
         ) from None
+
+
+def _of_torchvision(architecture: str) -> dict[str, Any]:
+    """Return what torchvision publishes of a network of any task, by name; empty for none."""
+    try:
+        found = torchvision.models.get_model_weights(architecture.removeprefix(f"{task_of(architecture)}/"))
+    except ValueError:  # it is none of torchvision's
+        return {}
+    return {**{entry.name: entry for entry in found}, "default": found.DEFAULT}
 
 
 def _of_timm(architecture: str, name: str) -> Path:

@@ -62,6 +62,19 @@ def test_weights_from_a_file(tmp_path: Path, writer: str) -> None:
     assert other["fc.weight"].shape == (10, 512)
 
 
+def test_a_detector_begins_with_torchvisions_weights(tmp_path: Path) -> None:
+    from torchvision.models.detection import fcos_resnet50_fpn
+
+    given = fcos_resnet50_fpn(weights=None, weights_backbone=None, num_classes=91).state_dict()
+    torch.save(given, tmp_path / "fcos.pth")
+    weights, said = start(5, architecture="detection/fcos_resnet50_fpn", pretrained=str(tmp_path / "fcos.pth"))
+    assert len(said) == 1  # on the head
+    assert "cls_logits" in said[0]
+    assert "backbone" not in said[0]
+    assert torch.equal(weights["head.regression_head.bbox_reg.weight"], given["head.regression_head.bbox_reg.weight"])
+    assert weights["head.classification_head.cls_logits.weight"].shape[0] == 5
+
+
 def test_a_frozen_backbone_keeps_weights_and_statistics(train: Train, tmp_path: Path) -> None:
     small = {"architecture": "timm/resnet10t", "epochs": 1, "global_batch_size": 48}
     first = train(output="first", **small)
@@ -79,6 +92,8 @@ def test_a_frozen_backbone_keeps_weights_and_statistics(train: Train, tmp_path: 
         ({"freeze_backbone": True}, "no-pretrained-weights"),
         ({"pretrained": "some/folder"}, "no-weights"),
         ({"pretrained": "IMAGENET_22K"}, "no-weights"),
+        ({"pretrained": "default", "architecture": "detection/fcos_small"}, "no-weights"),
+        ({"pretrained": "default", "architecture": "detection/fcos_fpn/timm/resnet10t"}, "no-weights"),
     ],
 )
 def test_what_can_not_be_begun_with(changed: dict[str, Any], code: str) -> None:
