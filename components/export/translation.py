@@ -37,6 +37,7 @@ from components.common.contracts.records import (
 )
 from components.common.process.steplog import StepLog
 from components.common.runtimes.architectures import build_model, load_weights
+from components.common.tasks.translation.evaluation import Pairs, read_pairs
 from components.common.tasks.translation.predictions import TextPredictions
 from components.common.tasks.translation.runners import (
     ENCODER,
@@ -60,7 +61,6 @@ _METHODS = tuple(name for name in RANGES if name != "smoothquant")
 _NUM_CHECKED = 8  # sentences on which ONNX Runtime and torch are compared
 _MAX_TRIALS = 6  # with layers in float, twice as many each time
 Graphs = tuple[onnx.ModelProto, onnx.ModelProto]  # of encoder and step
-Pairs = Sequence[tuple[str, str]]
 
 
 def run(config: ExportConfig, log: StepLog, *, model: Path, data: Artifact[DatasetManifest], output: Path) -> str:
@@ -131,14 +131,6 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, data: Artifact[Datas
         f"ONNX of encoder and step in FP32 and INT8 ({bundle.manifest.num_quantized_layers} of {len(layers)} layers "
         f"quantized, {entry.method} over {entry.num_images} sentences)"
     )
-
-
-def read_pairs(data: Artifact[DatasetManifest], split: str, start: int = 0, num: int | None = None) -> Pairs:
-    """Source and target of some pairs of a split, in their order."""
-    (name,) = data.manifest.splits[split].shards  # type: ignore[index]
-    lines = data.file(name).read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    chosen = lines[start : None if num is None else start + num]
-    return [(source, target) for source, _, target in (line.partition("\t") for line in chosen)]
 
 
 def _split(config: ExportConfig, data: Artifact[DatasetManifest]) -> tuple[Pairs, Pairs]:

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -78,6 +79,8 @@ def _measure(
     data: Artifact[DatasetManifest],
     progress: Callable[[int, int], None],
 ) -> Measured:
+    if bundle.manifest.text is not None:
+        return _measure_text(bundle, precision, data, progress)
     import torch  # here and below: the image of promote has none of these
 
     from components.common.data.evaluation import predict
@@ -105,6 +108,23 @@ def _measure(
     finally:
         runner.close()
     return Measured(precision=precision, score_pct=found.score_pct, correct=found.right, runtime=runner.runtime)
+
+
+def _measure_text(
+    bundle: Artifact[BundleManifest],
+    precision: Precision,
+    data: Artifact[DatasetManifest],
+    progress: Callable[[int, int], None],
+) -> Measured:
+    from components.common.tasks.translation.evaluation import read_pairs, translate_all
+    from components.common.tasks.translation.predictions import TextPredictions
+    from components.common.tasks.translation.runners import open_translator
+
+    sentences, references = zip(*read_pairs(data, "val"), strict=True)
+    with closing(open_translator(bundle, precision)) as translator:
+        said = translate_all(translator, sentences, progress)
+    found = TextPredictions.of_texts(said, references, bundle.manifest.text_spec.target_language)
+    return Measured(precision=precision, score_pct=found.score_pct, correct=None, runtime=translator.runtime)
 
 
 _MAX_LENGTH = 1500  # of a reason; what MLflow takes of a record must hold it

@@ -19,6 +19,7 @@ from components.common.contracts.records import (
     BenchmarkReport,
     EpochRecord,
     LayerCost,
+    LengthRow,
     PlacementEntry,
     Precision,
     SelectionEntry,
@@ -152,7 +153,7 @@ _PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-def speed_chart(benchmark: BenchmarkReport) -> str:
+def speed_chart(benchmark: BenchmarkReport, unit: str = "images") -> str:
     """Throughput over latency: a line per precision, a point per batch size. SVG, or "" where nothing is sure.
 
     Both scales are logarithmic: from batch 1 to batch 128, either value grows by a factor of ten or more. Several
@@ -166,7 +167,7 @@ def speed_chart(benchmark: BenchmarkReport) -> str:
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "speed"}):
         figure = Figure(figsize=(_WIDTH_INCHES, 4.2), layout="constrained")
         axes = figure.add_subplot()
-        axes.set(xlabel="median latency of a batch in ms", ylabel="images per second")
+        axes.set(xlabel="median latency of a batch in ms", ylabel=f"{unit} per second")
         for precision, color in SERIES.items():
             streams = [row for row in shown if row.precision == precision and row.num_streams > 1]
             hollow: dict[str, Any] = {"linestyle": "", "markerfacecolor": GROUND, "markersize": 5, "zorder": 3}
@@ -185,6 +186,27 @@ def speed_chart(benchmark: BenchmarkReport) -> str:
         logarithmic(axes, "x", [row.p50_ms for row in shown])
         logarithmic(axes, "y", [row.images_per_s for row in shown])
         figure.legend(loc="outside upper center", ncols=3)
+        return as_svg(figure)
+
+
+def lengths_chart(rows: Sequence[LengthRow]) -> str:
+    """Latency of sentences alone over their length: the median as a line, and p99 as its points above. SVG, or ""."""
+    if not rows:
+        return ""
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "lengths"}):
+        figure = Figure(figsize=(_WIDTH_INCHES, 3.4), layout="constrained")
+        axes = figure.add_subplot()
+        axes.set(xlabel="tokens of the sentence", ylabel="latency in ms")
+        for precision, color in SERIES.items():
+            own = [row for row in rows if row.precision == precision]
+            if own:
+                x = [(row.min_tokens + row.max_tokens) / 2 for row in own]
+                marker, name = MARKERS[precision], precision.upper()
+                axes.plot(x, [row.p50_ms for row in own], color=color, marker=marker, label=f"{name}, median")
+                far: dict[str, Any] = {"linestyle": ":", "markerfacecolor": GROUND, "markersize": 5}
+                axes.plot(x, [row.p99_ms for row in own], color=color, marker=marker, label=f"{name}, p99", **far)
+        axes.set_ylim(0)
+        figure.legend(loc="outside upper center", ncols=6)
         return as_svg(figure)
 
 

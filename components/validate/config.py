@@ -62,6 +62,12 @@ class ValidateConfig(StepConfig):
         description="Longest p99 latency of a batch, such as 7ms, 0.5s or 700us: the report names precision, batch "
         "size and streams with the highest throughput within it. Empty for none.",
     )
+    benchmark_sentences: int = Field(
+        128, ge=1, description="Sentences of translation whose speed is measured, all of them in each turn."
+    )
+    beam_size: int = Field(
+        1, ge=1, le=32, description="Of translation: how many beginnings the search keeps; 1 is greedy."
+    )
     loader: Literal["auto", "cpu"] = Field("auto", description="Where images are decoded: on the GPU if there is one.")
     gate: Thresholds = Field(
         Thresholds(),

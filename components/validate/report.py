@@ -1,24 +1,25 @@
 """Gather what a report says, image by image and class by class, and write it as HTML, Markdown and JSON."""
 
+import difflib
 import html
 import json
 import os
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import yaml
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from PIL import Image
 from pydantic import BaseModel
 
 from components.common.contracts.digests import short
 from components.common.contracts.environment import environment, own_version, utc_now
-from components.common.contracts.errors import EngineryError
+from components.common.contracts.errors import EngineryError, shown
 from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, write_atomically
 from components.common.contracts.records import (
     PRECISIONS,
@@ -39,6 +40,7 @@ from components.validate.charts import (
     confusion_picture,
     corruption_chart,
     layers_chart,
+    lengths_chart,
     placement_chart,
     speed_chart,
     training_chart,
@@ -187,11 +189,22 @@ def gather_report(
     config: ValidateConfig,
     bundle: Artifact[BundleManifest],
     data: Artifact[DatasetManifest],
-    predictions: Mapping[str, Predictions],
+    predictions: Mapping[str, Any],
     accuracy: AccuracyReport,
     benchmark: BenchmarkReport,
+    sentences: Sequence[str] = (),
 ) -> Report:
-    """All that the report says. `predictions` is by precision and holds those that were measured."""
+    """All that the report says.
+
+    Args:
+        config: of the step.
+        bundle: what was measured.
+        data: what it was measured on.
+        predictions: by precision, those that were measured: Predictions of images, or TextPredictions.
+        accuracy: see AccuracyReport.
+        benchmark: see BenchmarkReport.
+        sentences: that were translated, where it is of text.
+    """
     judged, classes = config.gate.precision, bundle.manifest.classes
     fp32, own = predictions.get("fp32"), predictions.get(judged)
     compared = (fp32, own) if fp32 is not None and own is not None else None
@@ -205,9 +218,9 @@ def gather_report(
         accuracy=accuracy,
         benchmark=benchmark,
         change=change(*compared) if compared else None,
-        disagreements=_disagreements(data, *compared) if compared else (),
+        disagreements=_disagreements(data, *compared, sentences) if compared else (),
         confusion=_confusion(classes, by_class["fp32"], by_class[judged], others) if known else None,
-        class_changes=class_changes(classes, *compared) if compared else (),
+        class_changes=class_changes(classes, *compared) if compared and classes else (),
         calibration=Calibration(**bundle.manifest.calibration.model_dump(), **_shared(Calibration, bundle.manifest)),
         placement=bundle.manifest.placement,
         training=bundle.manifest.training,
@@ -234,17 +247,21 @@ def change(fp32: Predictions, own: Predictions) -> PredictionChange:
     return PredictionChange(**own.comparison(fp32).model_dump(), num_differing=own.num_differing(fp32))
 
 
-def _disagreements(data: Artifact[DatasetManifest], fp32: Predictions, own: Predictions) -> tuple[Disagreement, ...]:
+def _disagreements(
+    data: Artifact[DatasetManifest], fp32: Predictions, own: Predictions, sentences: Sequence[str]
+) -> tuple[Disagreement, ...]:
     classes = data.manifest.classes
     different = own.differing(fp32, MAX_DISAGREEMENTS).tolist()
-    listing = read_listing(data.file("val.jsonl"), set(different))  # in the order of the evaluation loader
+    # in the order of the evaluation loader
+    listing = {} if sentences else read_listing(data.file("val.jsonl"), set(different))
     if isinstance(own, ClassPredictions) and any(listing[index]["label"] != own.labels[index] for index in different):
         message = f"val.jsonl of {data.path} is not in the order of its shards; run preprocess again"
         raise EngineryError(message, code="unordered-listing")
     return tuple(
         Disagreement(
             index=index,
-            path=listing[index]["path"].encode(errors="backslashreplace").decode(),
+            path=listing[index]["path"].encode(errors="backslashreplace").decode() if listing else "",
+            source=sentences[index] if sentences else "",
             label=fp32.described(index, classes)[0],
             fp32=fp32.described(index, classes)[1],
             own=own.described(index, classes)[1],
@@ -300,8 +317,8 @@ def _data(data: DatasetManifest) -> Data:
             name=name,
             num_images=data.splits[name].num_images,
             digest=data.splits[name].digest,
-            fewest=min(data.splits[name].class_counts),
-            most=max(data.splits[name].class_counts),
+            fewest=min(data.splits[name].class_counts, default=None),
+            most=max(data.splits[name].class_counts, default=None),
         )
         for name in names
     )
@@ -319,6 +336,7 @@ _MAX_CLASS_ROWS = 20
 _MAX_LAYERS = 20  # of the ranking, in its chart
 _MAX_NUMBERED = 50  # classes whose confusion matrix is a table; above, a picture
 _MAX_NUMBERED_IN_CARD = 20
+_MAX_COMPARED = 2000  # characters of a translation
 _SPECIAL = re.compile(r"([\\`*_\[\]|~])")
 
 
@@ -358,11 +376,12 @@ def _charts(report: Report) -> dict[str, str]:
     selection = calibration.selection
     ranking = selection.ranking if selection else ()
     return {
-        "speed": speed_chart(report.benchmark),
+        "speed": speed_chart(report.benchmark, report.accuracy.unit),
+        "lengths": lengths_chart(report.benchmark.lengths),
         "corruptions": corruption_chart(
             report.accuracy, precision, report.verdict.thresholds.max_corrupted_drop_points
         ),
-        "training": training_chart(history, report.accuracy.score_name) if history else "",
+        "training": training_chart(history, report_text.training_score(report)) if history else "",
         "trials": trials_chart(selection, calibration.chosen, report.accuracy.score_name)
         if selection and selection.trials
         else "",
@@ -383,6 +402,17 @@ def _markdown_code(value: str) -> Markup:
     return Markup("\n".join(f"    {line}" for line in value.splitlines()))  # noqa: S704
 
 
+def _marked(text: str, other: str) -> Markup:
+    """Text with marks about the words that another text has not, in this order."""
+    words, others = (re.findall(r"\s+|\S+", shown(one)[:_MAX_COMPARED]) for one in (text, other))
+    mark = Markup("<mark>{}</mark>")
+    return Markup("").join(
+        escape("".join(words[start:end])) if kind == "equal" else mark.format("".join(words[start:end]))
+        for kind, start, end, _, _ in difflib.SequenceMatcher(None, words, others, autojunk=False).get_opcodes()
+        if start < end
+    )
+
+
 _FILTERS: dict[str, Callable[..., str]] = {
     "number": report_text.number,
     "signed": report_text.signed,
@@ -390,6 +420,8 @@ _FILTERS: dict[str, Callable[..., str]] = {
     "count": "{:,}".format,
     "megabytes": report_text.megabytes,
     "short": short,
+    "shown": shown,
+    "marked": _marked,
     "yaml": lambda value: yaml.safe_dump(value, sort_keys=True, allow_unicode=True).strip(),
     "markdown": _markdown,
     "markdown_code": _markdown_code,

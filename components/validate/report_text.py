@@ -77,13 +77,24 @@ def _train_for_longer(report: Report, _: GateCheck) -> list[str]:
     fp32 = report.accuracy.row("fp32")
     if reaches_score(report.verdict.thresholds, fp32):
         return []
-    return [f"Train for longer or on more images: FP32 itself reaches {number(fp32.score_pct)} %."]
+    return [f"Train for longer or on more {report.accuracy.unit}: FP32 itself reaches {number(fp32.score_pct)} %."]
+
+
+def _after_chance(report: Report, check: GateCheck) -> list[str]:
+    if check.measured is None:
+        return ["Validate again: reports of this version name the most frequent class."]
+    if report.accuracy.unit == "sentences":
+        return ["Train for longer: the translations are hardly better than the sentences themselves."]
+    return [
+        "Train again, and check that the model's classes are those of the data, in the same order: "
+        f"{report.accuracy.score_name} is hardly above that of always answering the most frequent class."
+    ]
 
 
 def _after_a_drop(report: Report, _: GateCheck) -> list[str]:
     """More images where the drop seen is allowed and only the proof is missing; else what makes the drop smaller."""
     thresholds, own = report.verdict.thresholds, report.accuracy.row(report.verdict.precision)
-    compared = own.comparison
+    compared, unit = own.comparison, report.accuracy.unit
     if compared is None:
         return ["Validate again: this report has no interval of the drop."]
     allowed = min(drops_allowed(thresholds, report.accuracy.row("fp32").score_pct or 0.0))
@@ -91,8 +102,8 @@ def _after_a_drop(report: Report, _: GateCheck) -> list[str]:
     if -compared.delta_points > allowed or needed is None:
         return _against_a_loss(report, own)
     return [
-        f"Validate on about {needed:,} images instead of {compared.num_images:,} "
-        "(preprocess.val_fraction, or a larger validation folder): they decide, if the share of lost and gained images "
+        f"Validate on about {needed:,} {unit} instead of {compared.num_images:,} "
+        f"(preprocess.val_fraction, or a larger validation set): they decide, if the share of lost and gained {unit} "
         "stays as it is.",
         "Or allow a larger drop (gate.max_drop_points), or take the measured drop without a proof "
         "(gate.confident=false).",
@@ -179,31 +190,27 @@ def _about_calibration(report: Report) -> str:
     if config.get("calibration_method", "auto") != "auto":
         return f"Let export compare calibrations (export.calibration_method=auto): {report.calibration.method} was set."
     if entry is None:
-        return "Export with more training images, so that calibrations and layers in float can be compared on some."
+        unit = report.accuracy.unit
+        return f"Export with more training {unit}, so that calibrations and layers in float can be compared on some."
     if entry.out_of_time:
         return "Give the search for calibration and layers in float more time: export.search_seconds."
     if chosen is None or not chosen.within_budget:
         return "INT8 of this architecture loses too much, with every calibration and fallback tried: train another one."
     return (
-        f"Choose on more images (export.num_selection_images): there INT8 was within the budget, at "
+        f"Choose on more {report.accuracy.unit} (export.num_selection_images): there INT8 was within the budget, at "
         f"{signed(chosen.delta_points)} points."
     )
 
 
 _REMEDIES: dict[str, Callable[[Report, GateCheck], list[str]]] = {
-    "above_chance": lambda report, check: [
-        "Validate again: reports of this version name the most frequent class."
-        if check.measured is None
-        else "Train again, and check that the model's classes are those of the data, in the same order: "
-        f"{report.accuracy.score_name} is hardly above that of always answering the most frequent class."
-    ],
+    "above_chance": _after_chance,
     "score_pct": _train_for_longer,
     "drop_points": _after_a_drop,
     "relative_score_pct": _after_a_drop,
     "class_drop_points": _after_a_class_drop,
     "corrupted_drop_points": _after_a_corrupted_drop,
     "validation_images": lambda report, _: [
-        f"Validate on at least {report.verdict.thresholds.min_validation_images:,} images."
+        f"Validate on at least {report.verdict.thresholds.min_validation_images:,} {report.accuracy.unit}."
     ],
     "speedup": _after_a_low_speed,
     "speedup_fp16": _after_a_low_speed,
@@ -263,15 +270,15 @@ def key_figures(report: Report) -> Facts:
 def change_sentences(report: Report) -> list[str]:
     """The recommendation where it is not the judged precision, the difference from FP32's predictions, and the note."""
     change, advice, sentences = report.change, report.verdict.recommendation, []
-    own = report.verdict.precision
+    own, of = report.verdict.precision, f"of {change.num_images:,} {report.accuracy.unit}" if change else ""
     if advice is not None and advice.precision != own:
         sentences.append(f"Recommended: {advice.precision.upper()}, since {advice.reason}.")
     if change is not None:
         sentences.append(
-            f"Of {change.num_images:,} images FP32 alone is right on {change.num_lost:,} (lost) and "
+            f"O{of[1:]} FP32 alone is right on {change.num_lost:,} (lost) and "
             f"{own.upper()} alone on {change.num_gained:,} (gained)."
             if change.std_points is None
-            else f"Of {change.num_images:,} images {own.upper()} is worse than FP32 on {change.num_lost:,} (lost) and "
+            else f"O{of[1:]} {own.upper()} is worse than FP32 on {change.num_lost:,} (lost) and "
             f"better on {change.num_gained:,} (gained)."
         )
     if report.verdict.note:
@@ -298,10 +305,11 @@ def accuracy_sentences(report: Report) -> list[str]:
         )
     return [
         *notes,
-        f"All precisions saw the same {num_images:,} images of the validation split{where}. The drop is at most "
-        "the upper end of its paired one-sided 95 % interval, which the gate judges.",
+        f"All precisions saw the same {num_images:,} {report.accuracy.unit} of the validation split{where}. The drop "
+        "is at most the upper end of its paired one-sided 95 % interval, which the gate judges.",
         *near,
-        *([_ECE] if any(row.ece_pct is not None for row in rows) else [_BOOTSTRAP]),
+        *(f"{name} is that of sacrebleu: {signature}." for name, signature in report.accuracy.signatures.items()),
+        *([_ECE] if any(row.ece_pct is not None for row in rows) else [_BOOTSTRAP.format(unit=report.accuracy.unit)]),
     ]
 
 
@@ -310,8 +318,8 @@ _ECE = (
     "is right."
 )
 _BOOTSTRAP = (
-    "Intervals are of the paired bootstrap over images: both precisions are scored on the same images, drawn again and "
-    "again. Lost and gained are the images on which a precision is worse and better than FP32."
+    "Intervals are of the paired bootstrap over {unit}: both precisions are scored on the same {unit}, drawn again and "
+    "again. Lost and gained are the {unit} on which a precision is worse and better than FP32."
 )
 
 
@@ -400,6 +408,15 @@ def intended_use(report: Report) -> list[str]:
     """The model's purpose and its input."""
     model = report.model
     shapes, transform = model.shapes, model.transform
+    if model.text is not None:
+        languages = {"source": model.text.source_language, "target": model.text.target_language}
+        longest = f"The input is text in Unicode's form NFC, of at most {model.text.max_tokens:,} tokens with its end, "
+        return [
+            TASKS[report.accuracy.task].purpose.format(**languages),
+            f"{longest}of the {model.text.num_tokens:,} of its vocabulary ({model.text.vocabulary}).",
+        ]
+    assert shapes is not None
+    assert transform is not None
     return [
         TASKS[report.accuracy.task].purpose.format(number=f"{len(model.classes):,}", names=_some(model.classes)),
         f"The input, named {shapes.input_name}, is [batch, {shapes.channels}, {shapes.height}, {shapes.width}] float32 "
@@ -409,15 +426,21 @@ def intended_use(report: Report) -> list[str]:
     ]
 
 
+_DIFFERENTLY: dict[TaskName, str] = {
+    "classification": "predicts another class than",
+    "translation": "translates otherwise than",
+}
+
+
 def limitations(report: Report) -> list[str]:
     """Cases in which the numbers do not hold, or hold less."""
     own, points = report.verdict.precision.upper(), []
     if report.verdict.note:
         points.append(f"{report.verdict.note[:1].upper()}{report.verdict.note[1:]}.")
     if report.change and report.change.num_differing:
-        differing = f"{report.change.num_differing:,} of {report.change.num_images:,} images"
-        what = "another class than" if report.accuracy.task == "classification" else "otherwise than"
-        points.append(f"{own} predicts {what} FP32 on {differing}.")
+        differing = f"{report.change.num_differing:,} of {report.change.num_images:,} {report.accuracy.unit}"
+        what = _DIFFERENTLY.get(report.accuracy.task, "predicts otherwise than")
+        points.append(f"{own} {what} FP32 on {differing}.")
     losing = [entry for entry in report.class_changes if entry.delta_points < 0]  # the largest loss first
     surely = [entry for entry in losing if entry.significant]
     for entry in (surely or losing[:1])[:_MAX_LOSING_CLASSES]:
@@ -426,7 +449,8 @@ def limitations(report: Report) -> list[str]:
     if report.model.engines_missing:
         points.append(f"{missing_engines(report)}: {report.model.engines_missing}.")
     others = "others but degraded ones" if corruption_sentences(report) else "others"
-    return [*points, f"Accuracy holds for images like those of the validation split. Nothing was measured on {others}."]
+    unit = report.accuracy.unit
+    return [*points, f"Accuracy holds for {unit} like those of the validation split. Nothing was measured on {others}."]
 
 
 def missing_engines(report: Report) -> str:
@@ -502,7 +526,9 @@ def calibration_facts(report: Report) -> Facts:
     if method == "percentile" and "calibration_percentile" in config:
         method += f", {config['calibration_percentile']:g} % of the values"
     if split is not None:
-        samples += f" of the {split.num_images:,} images of the {split.name} split ({short(split.digest)})"
+        samples += (
+            f" of the {split.num_images:,} {report.accuracy.unit} of the {split.name} split ({short(split.digest)})"
+        )
     if "seed" in config:
         samples += f", chosen with seed {config['seed']}"
     facts = [
@@ -525,7 +551,7 @@ def selection_facts(report: Report) -> Facts:
     budget = f"{entry.max_drop_points:g} points of {score}, at least {share:g} % of FP32's"
     end = "; the time limit ended the search" if entry.out_of_time else ""
     return [
-        ("measured on", f"{entry.num_images:,} training images that nothing was calibrated with"),
+        ("measured on", f"{entry.num_images:,} training {report.accuracy.unit} that nothing was calibrated with"),
         ("by", entry.runtime),
         ("FP32 there", f"{number(entry.fp32_score_pct)} %"),
         ("budget", budget),
@@ -543,7 +569,7 @@ def selection_sentences(report: Report) -> list[str]:
     tried = f"{_of(methods, 'calibration')} measured with every layer in INT8"
     tried += f", then {_of(fallbacks, 'set')} of layers kept in float" if fallbacks else ""
     if any((trial.num_images or entry.num_images) < entry.num_images for trial in entry.trials):
-        tried += "; those without a chance not on all images"
+        tried += f"; those without a chance not on all {report.accuracy.unit}"
     sentences = [f"{tried}."]
     if chosen is not None:
         layers = f" with {_of(len(chosen.excluded), 'layer')} in float" if chosen.excluded else ""
@@ -556,8 +582,8 @@ def selection_sentences(report: Report) -> list[str]:
             f"{'within' if chosen.within_budget else 'outside'} the budget."
         )
     sentences.append(
-        "These are training images, which the model has learned, so its score and losses differ from those on the "
-        "validation images, which alone count for the verdict."
+        f"These are training {report.accuracy.unit}, which the model has learned, so its score and losses differ from "
+        f"those on the validation {report.accuracy.unit}, which alone count for the verdict."
     )
     return sentences
 
@@ -576,7 +602,7 @@ def ranking_sentences(report: Report, max_layers: int) -> list[str]:
     which = "All" if len(shown) == len(entry.ranking) else f"The {len(shown)} costliest of"
     sentences = [
         f"{which} {_of(len(entry.ranking), 'layer')} that were measured alone in INT8: divergence from FP32's "
-        f"predictions, over {entry.num_ranking_images:,} calibration images."
+        f"predictions, over {entry.num_ranking_images:,} calibration {report.accuracy.unit}."
     ]
     if any(name not in calibration.excluded for name in shown) and calibration.excluded:
         sentences.append("Costly layers that the budget did not need in float went back into INT8.")
@@ -593,8 +619,14 @@ def _why_nothing_was_compared(report: Report) -> str:
         return f"{nothing}: the method was given (export.calibration_method), and export.fallback is off."
     images = next((split.num_images for split in report.data.splits if split.name == "train"), None)
     if images is not None and config.get("num_selection_images"):
-        return f"{nothing}: {images:,} training images are too few to calibrate with some and compare on others."
+        unit = report.accuracy.unit
+        return f"{nothing}: {images:,} training {unit} are too few to calibrate with some and compare on others."
     return f"{nothing}."
+
+
+def training_score(report: Report) -> str:
+    """The name of what training validates by."""
+    return "next tokens" if report.accuracy.unit == "sentences" else report.accuracy.score_name
 
 
 def training_facts(report: Report) -> Facts:
@@ -603,7 +635,7 @@ def training_facts(report: Report) -> Facts:
     if training is None:
         return []
     facts = [(key.replace("_", " "), str(training.config[key])) for key in _RECIPE if key in training.config]
-    facts += [_metric(key, value) for key, value in training.metrics.items()]
+    facts += [_metric(key, value, report.accuracy.unit) for key, value in training.metrics.items()]
     return facts + _profile_facts(training.profile)
 
 
@@ -620,16 +652,16 @@ def _profile_facts(profile: ProfileRecord | None) -> Facts:
     ]
 
 
-def _metric(key: str, value: float) -> tuple[str, str]:
+def _metric(key: str, value: float, unit: str) -> tuple[str, str]:
     known = {
         "train_loss": ("training loss", number(value, 3)),
-        "train_images_per_s": ("training speed", f"{number(value, 0)} images/s"),
+        "train_images_per_s": ("training speed", f"{number(value, 0)} {unit}/s"),
         "val_loss": ("validation loss", number(value, 3)),
         "val_score_pct": ("validation score", f"{number(value)} %"),
         "elapsed_s": ("time of training and validation", f"{number(value, 1)} s"),
         "epochs_to_target": ("epochs to the target", number(value, 0)),
         "seconds_to_target": ("time to the target", f"{number(value, 1)} s"),
-        "data_wait_pct": ("waiting for images", f"{number(value, 1)} % of the time"),
+        "data_wait_pct": (f"waiting for {unit}", f"{number(value, 1)} % of the time"),
         "gpu_utilization_pct": ("GPU utilization", f"{number(value, 0)} %"),
         "gpu_memory_bytes": ("GPU memory in use", f"{number(value / 1e9, 1)} GB"),
         "gpu_power_w": ("power of the GPUs", f"{number(value, 0)} W"),
@@ -642,12 +674,15 @@ def _metric(key: str, value: float) -> tuple[str, str]:
 def data_facts(report: Report) -> Facts:
     """The images: source, number of classes, sizes, colours."""
     statistics, config = report.data.statistics, report.provenance.configs["preprocess"]
+    source = [("source", str(config["data"]))] if "data" in config else []
+    if statistics is None:
+        return [*source, ("rejected pairs", f"{report.data.num_rejected:,}")]
     side = f"{statistics.min_side:,} px"
     if statistics.max_side != statistics.min_side:
         side = f"{statistics.min_side:,} to {statistics.max_side:,} px"
         side += f", median {statistics.median_side:,} px"
     return [
-        *([("source", str(config["data"]))] if "data" in config else []),
+        *source,
         ("classes", f"{report.data.num_classes:,}"),
         ("shorter side", side),
         ("mean RGB", _channels(statistics.mean, 3)),
@@ -675,11 +710,12 @@ def provenance_facts(report: Report) -> Facts:
 
 
 def headline(report: Report) -> str:
-    """Model, classes, size and time of the measurement."""
-    shapes = report.model.shapes
-    size = f"{shapes.height} {TIMES} {shapes.width} px"
-    model = f"{report.accuracy.task}, {report.model.architecture}, {len(report.model.classes):,} classes"
-    return f"{model}, {size}, measured {_when(report)}"
+    """Model, classes and size or languages, and time of the measurement."""
+    shapes, text, kind = report.model.shapes, report.model.text, f"{report.accuracy.task}, {report.model.architecture}"
+    if text is not None:
+        return f"{kind}, {text.source_language} to {text.target_language}, measured {_when(report)}"
+    size = f"{shapes.height} {TIMES} {shapes.width} px" if shapes is not None else ""
+    return f"{kind}, {len(report.model.classes):,} classes, {size}, measured {_when(report)}"
 
 
 def libraries(report: Report) -> list[tuple[str, list[str]]]:

@@ -47,6 +47,7 @@ from components.common.process.steplog import StepLog
 from components.common.runtimes import RUNTIMES, runs_plans
 from components.common.runtimes.runner import Runner
 from components.common.runtimes.selection import RuntimeSelection, select_runtimes
+from components.common.tasks import TASKS
 from components.common.tasks.predictions import Predictions
 from components.validate.config import ValidateConfig
 from components.validate.report import (
@@ -57,6 +58,7 @@ from components.validate.report import (
     read_thumbnails,
     write_report,
 )
+from components.validate.schema import Report
 from components.validate.speed import budget_metrics, budget_text, measure_speed, within_budget
 
 _CPU_BATCH_SIZE = 32
@@ -64,13 +66,43 @@ _CPU_BATCH_SIZE = 32
 
 def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, output: Path) -> str:
     """Measure accuracy, then speed, and write the report. See the package's docstring."""
-    models = load(bundle, BundleManifest, verify=(".onnx", ".plan", ".layers.json"))
-    data = load(dataset, DatasetManifest, verify=ALL_FILES if config.verify else ())
+    models = load(bundle, BundleManifest, verify=(".onnx", ".plan", ".layers.json", ".model"))
+    data = load(dataset, DatasetManifest, verify=ALL_FILES if config.verify else (".tsv",))
     check_task(f"the dataset {dataset}", data.manifest.task, models.manifest.task, "name one of the bundle's task")
     if models.manifest.classes != data.manifest.classes:
         message = f"the bundle {bundle} and the dataset {dataset} have different classes"
         raise UserError(message, code="other-classes")
     prepare_directory(output)
+    if TASKS[models.manifest.task].of_text:
+        from components.validate.translation import measure  # which needs what images do without
+    else:
+        measure = _measure
+    shown, pictures = measure(config, log, models, data, output)
+    accuracy, benchmark = shown.accuracy, shown.benchmark
+    write_atomically(output / "accuracy.json", accuracy.model_dump_json(indent=1).encode())
+    write_atomically(output / "benchmark.json", benchmark.model_dump_json(indent=1).encode())
+    write_report(shown, pictures, output)
+    report = seal(
+        output,
+        ReportManifest,
+        inputs={"bundle": models.digest, "dataset": data.digest},
+        config=config,
+        accuracy=accuracy,
+        benchmark=benchmark,
+    )
+    _track(report, models, data, log)
+    budget = benchmark.latency_budget
+    return _outcome(accuracy) + (f"; {budget_text(budget, accuracy.unit)}" if budget is not None else "")
+
+
+def _measure(
+    config: ValidateConfig,
+    log: StepLog,
+    models: Artifact[BundleManifest],
+    data: Artifact[DatasetManifest],
+    output: Path,
+) -> tuple[Report, dict[int, str]]:
+    """What the report says of images, and its pictures; predictions and baselines are written into `output`."""
     log.progress("loading models", 0, 1)
     selections = select_runtimes(models, config.runtime)
     predictions = predict_validation(config, selections, models, data, log)
@@ -96,8 +128,6 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
     for selection in selections:
         if selection.runner is not None:
             selection.runner.close()
-    write_atomically(output / "accuracy.json", accuracy.model_dump_json(indent=1).encode())
-    write_atomically(output / "benchmark.json", benchmark.model_dump_json(indent=1).encode())
     arrays = {key or name: array for name, own in predictions.items() for key, array in own.arrays().items()}
     with (output / "predictions.npz").open("wb") as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # its stub takes no keywords
@@ -111,18 +141,7 @@ def run(config: ValidateConfig, log: StepLog, *, bundle: Path, dataset: Path, ou
         return predictions[config.gate.precision].picture(image, transform, predictions["fp32"], place)
 
     pictures = read_thumbnails(data, [entry.index for entry in shown.disagreements], drawn)
-    write_report(shown, pictures, output)
-    report = seal(
-        output,
-        ReportManifest,
-        inputs={"bundle": models.digest, "dataset": data.digest},
-        config=config,
-        accuracy=accuracy,
-        benchmark=benchmark,
-    )
-    _track(report, models, data, log)
-    budget = benchmark.latency_budget
-    return _outcome(accuracy) + (f"; {budget_text(budget)}" if budget is not None else "")
+    return shown, pictures
 
 
 def predict_validation(
@@ -361,7 +380,7 @@ def _track(
         report=str(report.file("report.html")),
     )
     if benchmark.latency_budget is not None:
-        log.tags({"enginery.latency_budget": budget_text(benchmark.latency_budget)})
+        log.tags({"enginery.latency_budget": budget_text(benchmark.latency_budget, accuracy.unit)})
         log.metrics(budget_metrics(benchmark.latency_budget))
     for row in accuracy.rows:
         if row.score_pct is None:
@@ -380,4 +399,4 @@ def _track(
 def _outcome(accuracy: AccuracyReport) -> str:
     parts = [f"{row.precision.upper()} {row.score_pct:.2f} %" for row in accuracy.rows if row.score_pct is not None]
     num_images = max(row.num_images for row in accuracy.rows)
-    return f"{accuracy.score_name} on {num_images:,} images: {', '.join(parts)}"
+    return f"{accuracy.score_name} on {num_images:,} {accuracy.unit}: {', '.join(parts)}"

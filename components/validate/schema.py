@@ -27,7 +27,7 @@ from components.common.contracts.records import (
     TrainingRecord,
     Trial,
 )
-from components.common.contracts.transforms import ShapeSpec, TransformSpec
+from components.common.contracts.transforms import ShapeSpec, TextSpec, TransformSpec
 from components.common.contracts.verdict import Verdict
 
 
@@ -38,13 +38,14 @@ class PredictionChange(PairedComparison):
 
 
 class Disagreement(Record):
-    """One image on which FP32 and the judged precision predict different classes."""
+    """One image on which FP32 and the judged precision predict different classes, or sentence of two translations."""
 
-    index: int = Field(description="Position in the validation split, from 0: the line of val.jsonl.")
-    path: str = Field(description="File in the source folder; bytes that are not UTF-8 are escaped.")
-    label: str
-    fp32: str = Field(description="Class that FP32 predicts.")
-    own: str = Field(description="Class that the precision predicts.")
+    index: int = Field(description="Position in the validation split, from 0: the line of val.jsonl or val.tsv.")
+    path: str = Field(description="File in the source folder, bytes that are not UTF-8 escaped; empty for a sentence.")
+    source: str = Field("", description="The sentence; empty for an image.")
+    label: str = Field(description="Class of the image; reference of the sentence.")
+    fp32: str = Field(description="Class that FP32 predicts, or its translation.")
+    own: str = Field(description="Class that the precision predicts, or its translation.")
 
 
 class ConfusedPair(Record):
@@ -82,8 +83,9 @@ class Model(Record):
 
     architecture: str
     classes: tuple[str, ...]
-    transform: TransformSpec
-    shapes: ShapeSpec
+    transform: TransformSpec | None = Field(None, description="None for text.")
+    shapes: ShapeSpec | None = Field(None, description="None for text.")
+    text: TextSpec | None = Field(None, description="None for images.")
     engines: tuple[EngineEntry, ...]
     engines_missing: str = Field(description="Why TensorRT engines are missing, all or some; empty when none is.")
     layers: tuple[EngineLayer, ...] = Field(
@@ -111,16 +113,16 @@ class SplitSummary(Record):
     name: Literal["train", "val"]
     num_images: int
     digest: str
-    fewest: int = Field(description="Images of the class that has fewest.")
-    most: int = Field(description="Images of the class that has most.")
+    fewest: int | None = Field(description="Images of the class that has fewest; None without classes.")
+    most: int | None = Field(description="Images of the class that has most.")
 
 
 class Data(Record):
-    """The images behind the model and the measurement."""
+    """The images or sentences behind the model and the measurement."""
 
     num_classes: int
     splits: tuple[SplitSummary, ...]
-    statistics: DatasetStatistics
+    statistics: DatasetStatistics | None = Field(None, description="None for text.")
     num_rejected: int
     near_duplicates: NearDuplicates | None = Field(None, description="None where they were not looked for.")
 

@@ -23,7 +23,7 @@ from components.common.contracts.records import (
 from components.common.contracts.verdict import Thresholds, is_accurate
 from components.common.process.gpu_monitor import GpuReading, monitor_of
 from components.common.runtimes import RUNTIMES, Runtime, runs_plans
-from components.common.runtimes.runner import PowerMonitor, Runner, Timing
+from components.common.runtimes.runner import PowerMonitor, Timed, Timing
 from components.validate.config import ValidateConfig
 
 Progress = Callable[[int, int, str], None]  # measurements done, their number, what is measured now
@@ -88,7 +88,7 @@ class _Turn:
 
 
 def measure_speed(
-    config: ValidateConfig, runners: Sequence[tuple[Precision, Runner]], max_batch: int, progress: Progress
+    config: ValidateConfig, runners: Sequence[tuple[Precision, Timed]], max_batch: int, progress: Progress
 ) -> tuple[BenchmarkRow, ...]:
     """Time every runner in every way that the config asks for.
 
@@ -182,7 +182,7 @@ def runs(runtime: Runtime, workload: Workload) -> bool:
     return streams and (not workload.without_transfers or runtime.measures_without_transfers)
 
 
-def _measure(config: ValidateConfig, runner: Runner, workload: Workload, monitor: PowerMonitor) -> Timing:
+def _measure(config: ValidateConfig, runner: Timed, workload: Workload, monitor: PowerMonitor) -> Timing:
     return runner.measure(
         workload.batch_size,
         warmup_s=config.benchmark_warmup_seconds,
@@ -195,7 +195,7 @@ def _measure(config: ValidateConfig, runner: Runner, workload: Workload, monitor
 
 
 def _row(
-    precision: Precision, runner: Runner, workload: Workload, turns: Sequence[_Turn], cpu: CpuMonitor
+    precision: Precision, runner: Timed, workload: Workload, turns: Sequence[_Turn], cpu: CpuMonitor
 ) -> BenchmarkRow:
     readings = [turn.reading for turn in turns if turn.reading is not None]
     rates = tuple(turn.timing.images_per_s for turn in turns)
@@ -269,7 +269,7 @@ def _point(row: BenchmarkRow) -> OperatingPoint:
     return OperatingPoint(**row.model_dump(include=set(OperatingPoint.model_fields)))
 
 
-def budget_text(budget: LatencyBudget) -> str:
+def budget_text(budget: LatencyBudget, unit: str = "images") -> str:
     """Return text such as "within 7 ms: INT8, batch 8, 2 streams, 12,345 images/s (p99 6.21 ms)"."""
     limit = f"{budget.budget_ms:g} ms"
     names = " and ".join(precision.upper() for precision in budget.left_out)
@@ -281,18 +281,18 @@ def budget_text(budget: LatencyBudget) -> str:
     if budget.doubt:
         return f"within {limit}: unsure, {budget.doubt}"
     if budget.chosen is not None:
-        return f"within {limit}: {point_text(budget.chosen)}{reason}"
+        return f"within {limit}: {_point_text(budget.chosen, unit)}{reason}"
     if budget.nearest is not None:
         over = budget.nearest.p99_ms - budget.budget_ms
-        nearest = point_text(budget.nearest)
+        nearest = _point_text(budget.nearest, unit)
         return f"nothing within {limit}: nearest is {nearest}, {over:,.3g} ms too long{reason}"
     return f"nothing within {limit}{reason or ': no speed was measured'}"
 
 
-def point_text(point: OperatingPoint) -> str:
+def _point_text(point: OperatingPoint, unit: str) -> str:
     """Return text such as "INT8, batch 8, 2 streams, 12,345 images/s (p99 6.21 ms)"."""
     streams = f", {point.num_streams} streams" if point.num_streams > 1 else ""
-    speed = f"{point.images_per_s:,.0f} images/s (p99 {point.p99_ms:,.2f} ms)"
+    speed = f"{point.images_per_s:,.0f} {unit}/s (p99 {point.p99_ms:,.2f} ms)"
     return f"{point.precision.upper()}, batch {point.batch_size}{streams}, {speed}"
 
 

@@ -35,21 +35,21 @@ class SpeedTable:
 def budget_sentence(report: Report) -> str:
     """The result of the latency budget; empty where none was given."""
     budget = report.benchmark.latency_budget
-    return "" if budget is None else f"Latency budget: {budget_text(budget)}."
+    return "" if budget is None else f"Latency budget: {budget_text(budget, report.accuracy.unit)}."
 
 
 def speed_sentences(report: Report) -> list[str]:
     """Meaning of the numbers, a sentence or two each."""
-    rows = report.benchmark.rows
+    rows, unit = report.benchmark.rows, report.accuracy.unit
     on_gpu = any(runs_plans(row.runtime) for row in rows)
     latency = "the copy of one batch to the GPU, its computation and the copy back, by CUDA events"
     sentences = [
-        f"Latency is {latency if on_gpu else 'the time of the call that runs one batch'}; throughput is the images of "
+        f"Latency is {latency if on_gpu else 'the time of the call that runs one batch'}; throughput is the {unit} of "
         f"whole batches over wall time. Both are taken after a warm-up{', as trtexec defines them' if on_gpu else ''}."
     ]
     if (turns := max(row.num_repeats for row in rows)) > 1:
         sentences.append(
-            f"The precisions were measured in {turns} turns, one after the other in each. images/s is the median of "
+            f"The precisions were measured in {turns} turns, one after the other in each. {unit}/s is the median of "
             "the turns; over FP32 is the median of the ratios within a turn, with its one-sided 95 % bounds."
         )
     if any(row.power_w is not None for row in rows):
@@ -76,8 +76,8 @@ def has_streams(report: Report) -> bool:
 
 def main_table(report: Report) -> SpeedTable:
     """Every precision and batch size, with the copies, one batch at a time."""
-    columns = (_BATCH, _images_per_s(report), *_ratios(report.benchmark.rows), *_LATENCIES, *_POWER)
-    return _table(report.benchmark.plain_rows, columns)
+    columns = (_BATCH, _images_per_s(report), _TOKENS, *_ratios(report.benchmark.rows), *_LATENCIES, *_POWER)
+    return _table(report, report.benchmark.plain_rows, columns)
 
 
 def further_table(report: Report) -> SpeedTable | None:
@@ -86,7 +86,7 @@ def further_table(report: Report) -> SpeedTable | None:
     if not rows:
         return None
     columns = (*_ways(rows), _images_per_s(report), *_ratios(rows), *_LATENCIES, *_POWER)
-    return _table(rows, columns)
+    return _table(report, rows, columns)
 
 
 def _images_per_s(report: Report) -> _Column:
@@ -106,7 +106,7 @@ def further_title(report: Report) -> str:
 def detail_table(report: Report) -> SpeedTable:
     """All that was measured: spread of the throughput, every percentile, memory, clock and temperature."""
     rows = report.benchmark.rows
-    return _table(rows, (*_ways(rows), *_SPREAD, *_PERCENTILES, *_HARDWARE))
+    return _table(report, rows, (*_ways(rows), *_SPREAD, *_PERCENTILES, *_HARDWARE))
 
 
 def memory_sentence(report: Report) -> str:
@@ -123,12 +123,12 @@ def _ways(rows: Sequence[BenchmarkRow]) -> tuple[_Column, ...]:
     return (_BATCH, *([_STREAMS] if streams else []), *([_COPIES] if copies else []))
 
 
-def _table(rows: Sequence[BenchmarkRow], columns: Sequence[_Column]) -> SpeedTable:
+def _table(report: Report, rows: Sequence[BenchmarkRow], columns: Sequence[_Column]) -> SpeedTable:
     cells = [[show(row) for _, show in columns] for row in rows]
     known = [index for index in range(len(columns)) if any(line[index] for line in cells)]
     changes = [False, *(before.way != row.way for before, row in pairwise(rows))]
     return SpeedTable(
-        columns=tuple(columns[index][0] for index in known),
+        columns=tuple(columns[index][0].replace("images", report.accuracy.unit) for index in known),
         lines=tuple(
             SpeedLine(precision=row.precision, is_new_way=change, cells=tuple(line[index] for index in known))
             for row, change, line in zip(rows, changes, cells, strict=True)
@@ -163,6 +163,7 @@ def _known(value: float | None, digits: int) -> str:
 
 
 _BATCH: _Column = ("batch", lambda row: str(row.batch_size))
+_TOKENS: _Column = ("tokens/s", lambda row: "" if row.busy else _known(row.tokens_per_s, 0))
 _STREAMS: _Column = ("streams", lambda row: str(row.num_streams))
 _COPIES: _Column = ("copies", lambda row: "yes" if row.with_transfers else "no")
 _LATENCIES: tuple[_Column, ...] = (

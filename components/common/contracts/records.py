@@ -572,6 +572,7 @@ class AccuracyReport(Record):
     bundle_digest: str
     task: TaskName = "classification"
     rows: tuple[AccuracyRow, ...]
+    signatures: dict[str, str] = Field({}, description="Of BLEU and chrF, by sacrebleu; empty for images.")
     num_near_duplicates: int = Field(0, description="Validation images with a known near-duplicate in training.")
     most_frequent_class: str = Field("", description="The class with most validation images; empty for detection.")
     most_frequent_pct: float | None = Field(
@@ -584,6 +585,11 @@ class AccuracyReport(Record):
     def score_name(self) -> str:
         """Of the task's score: top-1, mIoU."""
         return TASKS[self.task].score_name
+
+    @property
+    def unit(self) -> str:
+        """Of the task's samples: images, sentences."""
+        return TASKS[self.task].unit
 
     def row(self, precision: str) -> AccuracyRow:
         """The row of a precision."""
@@ -617,7 +623,10 @@ class BenchmarkRow(Record):
     )
     num_repeats: int = Field(1, description="Turns behind the values.")
     images_per_s: float = Field(
-        description="Images of whole batches over wall time, after warm-up; the median of the turns."
+        description="Images, or sentences, of whole batches over wall time, after warm-up; the median of the turns."
+    )
+    tokens_per_s: float | None = Field(
+        None, description="Tokens of the translations, with their ends, at images_per_s; None but for translation."
     )
     turns_images_per_s: tuple[float, ...] = Field((), description="Of each turn, in order; empty in older reports.")
     lowest_images_per_s: float | None = Field(None, description="Of the turns; None in reports up to version 0.1.")
@@ -696,6 +705,17 @@ class LatencyBudget(Record):
     left_out: tuple[Precision, ...] = Field((), description="Measured, but not as accurate as the gate asks for.")
 
 
+class LengthRow(Record):
+    """Latency of single sentences of some lengths."""
+
+    precision: Precision
+    min_tokens: int = Field(description="Of the sentence, with its end.")
+    max_tokens: int
+    num_sentences: int
+    p50_ms: float = Field(description="Of all sentences of all turns.")
+    p99_ms: float
+
+
 class BenchmarkReport(Record):
     """Speed of each precision."""
 
@@ -704,6 +724,7 @@ class BenchmarkReport(Record):
         description="One for each precision, batch size, number of streams, and with or without transfers."
     )
     latency_budget: LatencyBudget | None = Field(None, description="None where no budget was given.")
+    lengths: tuple[LengthRow, ...] = Field((), description="By precision and length; of sentences alone.")
 
     @property
     def plain_rows(self) -> tuple[BenchmarkRow, ...]:

@@ -246,6 +246,7 @@ def _above_chance(check: CheckSpec, evidence: Evidence, _: float) -> GateCheck:
     score = row.score_pct or 0.0
     class_name = evidence.accuracy.most_frequent_class
     guess = f"always answering {class_name!r}, the most frequent class" if class_name else "finding nothing"
+    guess = "sentences left as they are" if evidence.accuracy.unit == "sentences" else guess
     always = f"{share_pct:.2f} % of {guess}"
     text = f"{evidence.accuracy.score_name} of {row.precision.upper()} {_text(score, round(share_pct, _DIGITS))}"
     if row.score_low_pct is None:
@@ -257,7 +258,8 @@ def _above_chance(check: CheckSpec, evidence: Evidence, _: float) -> GateCheck:
         return check.found("pass", share_pct, f"{text}, above the {always}", score)
     if round(score, _DIGITS) > share_pct:
         return check.open(share_pct, f"{text} may be above the {always}, by chance: {doubt}", score)
-    text = f"{text} is not above the {always}: the model has learned nothing, or its classes are in another order"
+    classes = ", or its classes are in another order" if class_name else ""
+    text = f"{text} is not above the {always}: the model has learned nothing{classes}"
     return check.found("fail", share_pct, text, score)
 
 
@@ -310,7 +312,7 @@ def _corrupted(check: CheckSpec, evidence: Evidence, allowed: float) -> GateChec
 
 def _images(check: CheckSpec, evidence: Evidence, least: float) -> GateCheck:
     num_images = evidence.own.num_images
-    text = f"{num_images:,} validation {check.unit}, at least {least:,}"
+    text = f"{num_images:,} validation {evidence.accuracy.unit}, at least {least:,}"
     return check.found("pass" if num_images >= least else "not enough evidence", least, text, num_images)
 
 
@@ -442,7 +444,7 @@ def verdict_note(thresholds: Thresholds, accuracy: AccuracyReport) -> str:
     # What makes FP32 worse makes the precision look better.
     others = [part for part in fp32.note.split("; ") if part not in doubts] if fp32.score_pct is not None else []
     notes += [doubts, f"FP32, which it is compared with: {'; '.join(others)}" if others else ""]
-    if 0 < fp32.num_images < _MANY_IMAGES:
+    if 0 < fp32.num_images < _MANY_IMAGES and accuracy.unit == "images":
         notes.append(f"one of {fp32.num_images:,} validation images is {100 / fp32.num_images:.2f} points")
     return "; ".join(filter(None, notes))
 
@@ -455,7 +457,7 @@ def remedy(thresholds: Thresholds, accuracy: AccuracyReport, checks: Sequence[Ga
         for check in missing
     ):
         return ""
-    more = "Validate on more images (a larger validation folder, or preprocess.val_fraction), allow"
+    more = f"Validate on more {accuracy.unit} (a larger validation set, or preprocess.val_fraction), allow"
     decided_by_more = deciding_images(thresholds, accuracy, accuracy.row(thresholds.precision)) is not None
     return (
         f"{more if decided_by_more else 'Allow'} a larger drop (gate.max_drop_points), or take the measured drop "
@@ -572,9 +574,9 @@ def _deciding_text(evidence: Evidence) -> str:
     compared, allowed = evidence.own.comparison, _least_open(*scope)
     if compared is None or allowed is None:
         return ""
-    seen = compared.counts_text
+    seen, unit = compared.counts_text, evidence.accuracy.unit
     if needed := deciding_images(*scope):
-        return f"about {needed:,} validation images would tell ({seen})"
+        return f"about {needed:,} validation {unit} would tell ({seen})"
     if allowed <= 0 or compared.delta_points >= 0:
-        return f"no number of images proves a drop of at most {allowed:g} points ({seen})"
-    return f"more images hardly tell, since the drop seen is as large as what is allowed ({seen})"
+        return f"no number of {unit} proves a drop of at most {allowed:g} points ({seen})"
+    return f"more {unit} hardly tell, since the drop seen is as large as what is allowed ({seen})"

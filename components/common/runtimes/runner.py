@@ -67,21 +67,12 @@ class BenchmarkOptions(TypedDict):
     monitor: NotRequired[PowerMonitor | None]  # started and stopped with the clock, while the load is on
 
 
-class Runner(Protocol):
-    """A loaded model that turns normalized images into logits."""
+class Timed(Protocol):
+    """A loaded model whose speed can be measured."""
 
-    runtime: str  # "tensorrt", "openvino", "onnxruntime" or "torch"
-    device: str  # what it runs on, as a person would name it: "NVIDIA H200", "Intel(R) Xeon(R) ..."
-
-    def infer(self, images: Images) -> np.ndarray:
-        """Logits of a batch.
-
-        Args:
-            images: [B, 3, H, W] float32, normalized. A runner on the GPU that holds them takes them from there.
-
-        Returns:
-            [B, classes] float32.
-        """
+    @property
+    def runtime(self) -> str:
+        """One of RUNTIMES."""
         ...
 
     @property
@@ -98,6 +89,23 @@ class Runner(Protocol):
 
         Raises:
             UserError: this runtime can't run so many batches at the same time.
+        """
+        ...
+
+
+class Runner(Timed, Protocol):
+    """A loaded model that turns normalized images into logits."""
+
+    device: str  # what it runs on, as a person would name it: "NVIDIA H200", "Intel(R) Xeon(R) ..."
+
+    def infer(self, images: Images) -> np.ndarray:
+        """Logits of a batch.
+
+        Args:
+            images: [B, 3, H, W] float32, normalized. A runner on the GPU that holds them takes them from there.
+
+        Returns:
+            [B, classes] float32.
         """
         ...
 
@@ -134,22 +142,42 @@ def measure_host(
     Raises:
         UserError: more than one stream.
     """
+    # images: [B, C, H, W] float32, of the spread of normalized ones
+    images = np.random.default_rng(0).standard_normal(shapes.input_shape(batch_size), dtype=np.float32)
+    return time_calls(lambda _: infer(images), 1, batch_size, how)
+
+
+def time_calls(call: Callable[[int], object], num_calls: int, batch_size: int, how: BenchmarkOptions) -> Timing:
+    """Time blocking calls on the host clock: all of them, in order, over and over, each of them as often.
+
+    Args:
+        call: gets numbers from 0 to `num_calls` - 1.
+        num_calls: of different calls.
+        batch_size: of each.
+        how: one stream only, since a call blocks.
+
+    Raises:
+        UserError: more than one stream.
+    """
     num_streams, monitor = how.get("num_streams", 1), how.get("monitor")
     if num_streams != 1:
         raise UserError(
             f"this runtime runs one batch at a time, got num_streams {num_streams}; set it to 1", code="one-stream-only"
         )
-    # images: [B, C, H, W] float32, of the spread of normalized ones
-    images = np.random.default_rng(0).standard_normal(shapes.input_shape(batch_size), dtype=np.float32)
-    started = time.perf_counter()
+    started, index = time.perf_counter(), 0
     while time.perf_counter() - started < how["warmup_s"]:
-        infer(images)
+        call(index % num_calls)
+        index += 1
     if monitor is not None:
         monitor.start()
     latencies_ms: list[float] = []
     started = previous = time.perf_counter()
-    while previous - started < how["duration_s"] or len(latencies_ms) < how["min_iterations"]:
-        infer(images)
+    while (
+        previous - started < how["duration_s"]
+        or len(latencies_ms) < how["min_iterations"]
+        or len(latencies_ms) % num_calls
+    ):
+        call(len(latencies_ms) % num_calls)
         now = time.perf_counter()
         latencies_ms.append((now - previous) * 1e3)
         previous = now

@@ -51,7 +51,7 @@ def judged(source: Path, **settings: Any) -> tuple[str, VerdictManifest]:
 
 def test_a_pass_says_what_was_measured_and_how_int8_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = CpuModel(file="int8_cpu_7bit.onnx", weight_bits=7, activations="unsigned", saturates_on=())
-    manifest = SimpleNamespace(models={"int8": "int8.onnx"}, int8_on_cpus=(model,), shapes=None)
+    manifest = SimpleNamespace(models={"int8": "int8.onnx"}, int8_on_cpus=(model,), image_shapes=None)
     monkeypatch.setattr(openvino, "OpenVINORunner", lambda file, shapes: None)
     (note,) = openvino.open_model(SimpleNamespace(file=Path, manifest=manifest), "int8").notes  # type: ignore[arg-type]
     assert note == f"7-bit weights, unsigned activations, on {instruction_set()}"

@@ -21,6 +21,7 @@ from components.common.contracts.records import (
     GateCheck,
     LatencyBudget,
     LayerCost,
+    LengthRow,
     OperatingPoint,
     PairedComparison,
     PlacementEntry,
@@ -29,9 +30,11 @@ from components.common.contracts.records import (
     TrainingRecord,
     Trial,
 )
-from components.common.contracts.transforms import ShapeSpec, TransformSpec
+from components.common.contracts.transforms import ShapeSpec, TextSpec, TransformSpec
 from components.common.contracts.verdict import Thresholds, Verdict
 from components.common.data.evaluation import ClassPredictions
+from components.common.tasks.translation.predictions import TextPredictions
+from components.common.tasks.translation.scores import signatures
 from components.validate import report as gathering
 from components.validate.report import class_changes, class_losses
 from components.validate.schema import Calibration, Code, Data, Disagreement, Model, Provenance, Report, SplitSummary
@@ -392,6 +395,70 @@ def own_model(report: Report) -> Report:
     return report.model_copy(update={"training": None})
 
 
+HOSTILE = '<script>alert("x")</script> & |`code`| \u202egnp.exe\x1b[31m [link](javascript:x)'
+
+
+def translated(report: Report) -> Report:
+    """The same model as one of sentences, some of which are hostile."""
+    sentences = (HOSTILE, "am 3. Mai", "\u05e9\u05dc\u05d5\u05dd \u05e2\u05d5\u05dc\u05dd")
+    references = (HOSTILE, "on the 3rd of May", "hello world")
+    fp32, fp16 = (TextPredictions.of_texts(own, references, "en") for own in (references, references))
+    int8 = TextPredictions.of_texts((f"{HOSTILE} <b>too</b>", "on the 3rd of March", ""), references, "en")
+    rows = tuple(
+        row.model_copy(
+            update={
+                "score_pct": own.score_pct,
+                "score_low_pct": own.score_low_pct,
+                "chrf_pct": own.measures()["chrf_pct"],
+                "delta_points": own.score_pct - fp32.score_pct,
+                "agreement_pct": own.agreement_pct(fp32),
+                "comparison": own.comparison(fp32) if own is not fp32 else None,
+                "worse_classes": (),
+                "largest_loss": None,
+                "top5_pct": None,
+                "ece_pct": None,
+            }
+        )
+        for row, own in zip(report.accuracy.rows, (fp32, fp16, int8), strict=True)
+    )
+    text = TextSpec(source_language="de", target_language="en", num_tokens=8017, max_tokens=253)
+    report = updated(report, "accuracy", task="translation", rows=rows, signatures=signatures("en"))
+    report = updated(report, "model", classes=(), transform=None, shapes=None, text=text)
+    splits = tuple(split.model_copy(update={"fewest": None, "most": None}) for split in report.data.splits)
+    report = updated(report, "data", num_classes=0, statistics=None, splits=splits)
+    lengths = tuple(
+        LengthRow(
+            precision=name, min_tokens=4 * n, max_tokens=4 * n + 3, num_sentences=31, p50_ms=17.31 * n, p99_ms=19.7
+        )
+        for name in ("fp32", "int8")
+        for n in (1, 2, 3)
+    )
+    speeds = tuple(
+        row.model_copy(update={"tokens_per_s": 13.7 * row.images_per_s})
+        for row in report.benchmark.rows
+        if row.is_plain
+    )
+    report = updated(report, "benchmark", lengths=lengths, rows=speeds)
+    return report.model_copy(
+        update={
+            "change": gathering.change(fp32, int8),
+            "disagreements": tuple(
+                Disagreement(
+                    index=index,
+                    path="",
+                    source=sentences[index],
+                    label=references[index],
+                    fp32=fp32.hypotheses[index],
+                    own=int8.hypotheses[index],
+                )
+                for index in int8.differing(fp32, 24)
+            ),
+            "confusion": None,
+            "class_changes": (),
+        }
+    )
+
+
 REPORTS = {
     "ten classes": make_report(10),
     "fifty classes": make_report(50),
@@ -402,6 +469,7 @@ REPORTS = {
     "no GPU": without_a_gpu(make_report(10)),
     "own model": own_model(make_report(10)),
     "degraded images": degraded(make_report(10)),
+    "translation": translated(make_report(10)),
     "no speed": make_report(10).model_copy(update={"benchmark": BenchmarkReport(bundle_digest="b", rows=())}),
 }
 

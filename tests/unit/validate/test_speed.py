@@ -237,7 +237,7 @@ def test_recorded_turns_lead_to_a_speedup_or_to_none(
     report = BenchmarkReport(bundle_digest="", rows=(rows[0].model_copy(update={"over": {"fp32": found}}), rows[1]))
     sure = [row.images_per_s if not doubt else None for row in rows]
     assert [report.sure_images_per_s(row) for row in report.rows] == sure
-    (line, _) = main_table(SimpleNamespace(benchmark=report)).lines  # type: ignore[arg-type]
+    (line, _) = main_table(SimpleNamespace(benchmark=report, accuracy=SimpleNamespace(unit="images"))).lines  # type: ignore[arg-type]
     assert (line.cells[1] == "unsure") == bool(doubt)
     is_busy = "idle" in doubt  # when a latency is unsure, too
     assert [cell == "unsure" for cell in line.cells[3:5]] == [is_busy] * 2
@@ -351,7 +351,7 @@ def test_what_is_not_measured(
     settings = {"benchmark_batch_sizes": sizes, "benchmark_seconds": 0.01, "benchmark_warmup_seconds": 0}
     config = resolve(ValidateConfig, "validate", settings)
     serving = RuntimeSelection(precision="fp32", file=model, runner=kind(model, SHAPES), note="")
-    bundle: Any = SimpleNamespace(digest="b", manifest=SimpleNamespace(shapes=SHAPES))
+    bundle: Any = SimpleNamespace(digest="b", manifest=SimpleNamespace(image_shapes=SHAPES))
     accuracy = accuracy_report(accuracy_row("fp32", 80.0))
     found = _benchmark(config, [serving], bundle, accuracy, StepLog("validate"))
     assert {entry.batch_size for entry in found.rows} == measured

@@ -1,0 +1,35 @@
+"""A dataset's pairs, and the translations of many sentences with their progress."""
+
+from collections.abc import Callable, Sequence
+
+from components.common.contracts.manifests import Artifact, DatasetManifest
+from components.common.tasks.translation.runners import BATCH_SIZE, Translator
+
+Pairs = Sequence[tuple[str, str]]
+_AT_ONCE = 1024  # sentences of which those of similar length make a batch
+
+
+def read_pairs(data: Artifact[DatasetManifest], split: str, start: int = 0, num: int | None = None) -> Pairs:
+    """Source and target of some pairs of a split, in their order."""
+    (name,) = data.manifest.splits[split].shards  # type: ignore[index]
+    lines = data.file(name).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    chosen = lines[start : None if num is None else start + num]
+    return [(source, target) for source, _, target in (line.partition("\t") for line in chosen)]
+
+
+def translate_all(
+    translator: Translator,
+    sentences: Sequence[str],
+    progress: Callable[[int, int], None],
+    *,
+    beam_size: int = 1,
+    batch_size: int = 0,
+) -> list[str]:
+    """Translations in order; `progress` is called with sentences done and in all, and 0 is the usual batch size."""
+    found: list[str] = []
+    while len(found) < len(sentences):
+        progress(len(found), len(sentences))
+        part = sentences[len(found) : len(found) + _AT_ONCE]
+        found += translator.translate(part, beam_size=beam_size, batch_size=batch_size or BATCH_SIZE)
+    progress(len(sentences), len(sentences))
+    return found

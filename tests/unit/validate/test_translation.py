@@ -1,0 +1,130 @@
+"""The report of a translator: scores of what was translated, speed in turns and by length, and the gate's verdict."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import sacrebleu
+
+from components.common.contracts.errors import GateFailed, UserError
+from components.common.contracts.manifests import BundleManifest, DatasetManifest, ReportManifest, load
+from components.common.contracts.settings import resolve
+from components.common.process.steplog import StepLog
+from components.common.tasks.translation import evaluation
+from components.gate.config import GateConfig
+from components.gate.run import run as gate
+from components.validate.config import ValidateConfig
+from components.validate.run import run
+from components.validate.schema import Report
+from components.validate.translation import SentenceRunner, by_length, measure
+from tests.unit.texts import HOSTILE, NUM_VAL, Translation
+
+
+def settings(**values: Any) -> ValidateConfig:
+    quick = {"benchmark_seconds": 0.01, "benchmark_warmup_seconds": 0.0, "benchmark_sentences": 8}
+    return resolve(ValidateConfig, "validate", {**quick, "benchmark_repeats": 2, **values})
+
+
+def test_report_and_verdict_of_a_translator(translation: Translation, tmp_path: Path) -> None:
+    chosen = settings(latency_budget="10s", benchmark_batch_sizes=(1, 4), gate={"require_above_chance": False})
+    said = run(
+        chosen, StepLog("validate"), bundle=translation.bundle, dataset=translation.dataset, output=tmp_path / "report"
+    )
+    assert f"BLEU on {NUM_VAL} sentences: FP32" in said
+    assert "sentences/s" in said
+    report = load(tmp_path / "report", ReportManifest)
+    lines = [json.loads(line) for line in report.file("predictions.jsonl").read_text(encoding="utf-8").splitlines()]
+    accuracy, benchmark = report.manifest.accuracy, report.manifest.benchmark
+    assert lines[0]["source"] == HOSTILE
+    references = [line["reference"] for line in lines]
+    for precision in ("fp32", "int8"):
+        row = accuracy.row(precision)
+        bleu = sacrebleu.corpus_bleu([line[precision] for line in lines], [references], force=True)
+        assert row.score_pct == pytest.approx(bleu.score, abs=1e-9)
+        assert row.chrf_pct == pytest.approx(sacrebleu.corpus_chrf([x[precision] for x in lines], [references]).score)
+        assert row.num_images == NUM_VAL
+        assert row.size_bytes > 100_000
+    same = sum(line["fp32"] == line["int8"] for line in lines)
+    int8 = accuracy.row("int8")
+    assert int8.agreement_pct == pytest.approx(100 * same / NUM_VAL)
+    assert int8.comparison is not None
+    assert int8.comparison.mcnemar_test == "bootstrap"
+    assert accuracy.row("fp16").runtime == "n/a"
+    untranslated = sacrebleu.corpus_bleu([line["source"] for line in lines], [references], force=True).score
+    assert accuracy.most_frequent_pct == pytest.approx(untranslated, abs=1e-9)
+    assert accuracy.signatures["BLEU"].endswith(f"tok:13a|smooth:exp|version:{sacrebleu.__version__}")
+    assert {(row.precision, row.batch_size) for row in benchmark.rows} == {
+        (p, b) for p in ("fp32", "int8") for b in (1, 4)
+    }
+    assert all(row.tokens_per_s > row.images_per_s for row in benchmark.rows)  # type: ignore[operator]
+    assert all(row.num_iterations >= 2 * 8 // row.batch_size for row in benchmark.rows)  # every sentence in each turn
+    assert benchmark.latency_budget is not None
+    assert sum(row.num_sentences for row in benchmark.lengths if row.precision == "int8") == 8
+    shown = Report.model_validate_json(report.file("report.json").read_bytes())
+    assert (shown.model.text, shown.confusion, shown.class_changes) == (translation.text, None, ())
+    page = report.file("report.html").read_text(encoding="utf-8")
+    assert HOSTILE not in page
+    assert len(shown.disagreements) == min(NUM_VAL - same, 24)
+    with pytest.raises(GateFailed, match="24 validation sentences, at least 100"):
+        gate(GateConfig(require_above_chance=False), StepLog("gate"), report=report.path, output=tmp_path / "verdict")
+
+
+def test_data_of_other_languages_are_refused(translation: Translation, tmp_path: Path) -> None:
+    models, data = load(translation.bundle, BundleManifest), load(translation.dataset, DatasetManifest)
+    other = SimpleNamespace(text_spec=translation.text.model_copy(update={"source_language": "fr"}))
+    with pytest.raises(UserError) as error:
+        measure(settings(), StepLog("validate"), models, SimpleNamespace(path=data.path, manifest=other), tmp_path)  # type: ignore[arg-type]
+    assert error.value.code == "other-languages"
+
+
+class Recorder:
+    runtime = "openvino"
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+
+    def translate(self, sentences: list[str], *, beam_size: int, batch_size: int) -> list[str]:
+        assert batch_size == len(sentences)
+        self.calls.append(sentences)
+        return sentences
+
+
+def test_every_turn_times_every_sentence_as_often() -> None:
+    recorder: Any = Recorder()
+    runner = SentenceRunner(translator=recorder, sentences=["a", "b", "c", "d", "e"], beam_size=1)
+    timing = runner.measure(2, warmup_s=0.0, duration_s=0.0, min_iterations=1)
+    assert recorder.calls == [["a", "b"], ["c", "d"], ["e", "a"]]
+    assert len(timing.latencies_ms) == 3
+    assert runner.alone_ms == []
+    runner.measure(1, warmup_s=0.0, duration_s=0.0, min_iterations=6)
+    assert runner.alone_ms[0].shape == (2, 5)
+    assert recorder.calls[3:] == 2 * [["a"], ["b"], ["c"], ["d"], ["e"]]
+
+
+def test_latency_by_length_tells_long_sentences_from_short_ones() -> None:
+    lengths = np.array([3, 9, 4, 40, 3, 5])
+    found = by_length("int8", lengths, np.array([[1, 5, 1, 90, 1, 2], [1, 7, 1, 110, 1, 2]], float))
+    assert [(row.min_tokens, row.max_tokens, row.num_sentences) for row in found] == [
+        (3, 3, 2),
+        (4, 4, 1),
+        (5, 5, 1),
+        (9, 9, 1),
+        (40, 40, 1),
+    ]
+    assert [row.p50_ms for row in found] == [1.0, 1.0, 2.0, 6.0, 100.0]
+    many = by_length("fp32", np.arange(1, 801), np.ones((1, 800)))
+    assert len(many) == 8
+    assert sum(row.num_sentences for row in many) == 800
+    assert all(99 <= row.num_sentences <= 101 for row in many)
+
+
+def test_all_sentences_are_translated_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "_AT_ONCE", 3)
+    seen: list[tuple[int, int]] = []
+    translator: Any = SimpleNamespace(translate=lambda part, **_: [text.upper() for text in part])
+    found = evaluation.translate_all(translator, list("abcdefg"), lambda *at: seen.append(at))
+    assert found == list("ABCDEFG")
+    assert seen == [(0, 7), (3, 7), (6, 7), (7, 7)]
