@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from components.common.contracts.manifests import Artifact, BundleManifest
-    from components.promote.pyfunc import BundleModel
+    from components.promote.pyfunc import BundleModel, TextModel
     from components.validate.schema import Report
     from enginery.local.summary import RunSummary
     from enginery.serving.client.client import AsyncClient, Client
@@ -83,8 +83,8 @@ def load_bundle(folder: str | Path) -> "Artifact[BundleManifest]":
     return load(Path(folder), BundleManifest)
 
 
-def load_model(model: str | Path, *, runtime: str = "auto") -> "BundleModel":
-    """Load what a verdict says to ship, to ask it without a server: `predict` takes images as MLflow's model does.
+def load_model(model: str | Path, *, runtime: str = "auto") -> "BundleModel | TextModel":
+    """Load what a verdict says to ship, to ask it without a server: `predict` takes what MLflow's model does.
 
     Unlike `mlflow.pyfunc.load_model` it runs no code that the registry names, and compares a version with the audit
     log, before the trust policy is asked.

@@ -64,6 +64,10 @@ def remeasure(
                 f"{data.path}",
                 code="other-classes",
             )
+        own, other = bundle.manifest.text, data.manifest.text
+        if own is not None and other is not None and own.languages != other.languages:
+            message = f"it translates from {own.languages}, and the dataset {data.path} is from {other.languages}"
+            raise EngineryError(message, code="other-languages")
         try:
             return _measure(bundle, precision, data, progress)
         except ModuleNotFoundError as error:

@@ -20,7 +20,7 @@ from components.common.contracts.records import Precision, measures
 from components.common.registry.model_registry import patiently
 from components.common.registry.tracking import StepRun
 from components.common.registry.trust import read_statements
-from components.common.tasks import TaskName
+from components.common.tasks import TASKS, TaskName
 from components.common.tasks.answers import answers_of
 from components.promote import pyfunc
 
@@ -51,7 +51,9 @@ def write_model(
     described = {
         "architecture": bundle.manifest.architecture,
         "num_classes": len(bundle.manifest.classes),
-        "input": "image files (bytes, base64 text, paths) or uint8 arrays [height, width, 3]",
+        "input": "sentences"
+        if bundle.manifest.text is not None
+        else "image files (bytes, base64 text, paths) or uint8 arrays [height, width, 3]",
     }
     model = Model(signature=_signature(bundle.manifest.task), metadata={**named, **described})
     mlflow.pyfunc.add_to_model(
@@ -88,6 +90,9 @@ def _signature(task: TaskName) -> ModelSignature:
     No input schema: with one, MLflow would turn everything into a table before the model sees it, which no list of
     pixel arrays survives.
     """
+    if TASKS[task].of_text:
+        params = ParamSchema([ParamSpec("beam_size", DataType.long, 1)])
+        return ModelSignature(outputs=Schema([ColSpec(DataType.string, "translation")]), params=params)
     if task != "classification":
         return ModelSignature(
             outputs=Schema([ColSpec(_TYPES[kind], name) for name, kind in answers_of(task).columns.items()])
@@ -133,7 +138,7 @@ def upload(
         name=name.replace(".", "_"),  # which MLflow refuses in the name of a LoggedModel
         source_run_id=run.run_id,
         tags=dict(tags),
-        model_type="classifier",
+        model_type="translator" if bundle.manifest.text is not None else "classifier",
     )
     for part, path in parts.items():
         client.log_model_artifacts(logged.model_id, str(path), part)

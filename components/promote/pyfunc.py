@@ -1,4 +1,4 @@
-"""A bundle as a Python model of MLflow: images in, labels and probabilities out, as they were validated."""
+"""A bundle as a Python model of MLflow: images in, labels and probabilities out, or sentences in and out."""
 
 import base64
 import binascii
@@ -54,19 +54,19 @@ def image_name(index: int) -> str:
     return f"image {index}"
 
 
-def _items(sent: Any) -> Iterable[Any]:
+def _items(sent: Any, column: str = COLUMN, taken: str = TAKEN) -> Iterable[Any]:
     if isinstance(sent, pd.DataFrame):
-        if COLUMN not in sent.columns and len(sent.columns) != 1:
+        if column not in sent.columns and len(sent.columns) != 1:
             columns = ", ".join(map(repr, sent.columns)) or "none"
-            raise UserError(f"the table has no column {COLUMN!r}, its columns: {columns}; {TAKEN}", code="no-column")
-        return list(sent[COLUMN] if COLUMN in sent.columns else sent.iloc[:, 0])
+            raise UserError(f"the table has no column {column!r}, its columns: {columns}; {taken}", code="no-column")
+        return list(sent[column] if column in sent.columns else sent.iloc[:, 0])
     if isinstance(sent, Mapping):
-        if COLUMN not in sent:
+        if column not in sent:
             raise UserError(
-                f"there is no key {COLUMN!r}, the keys are {', '.join(map(repr, sent)) or 'none'}; {TAKEN}",
+                f"there is no key {column!r}, the keys are {', '.join(map(repr, sent)) or 'none'}; {taken}",
                 code="no-column",
             )
-        return _items(sent[COLUMN])
+        return _items(sent[column], column, taken)
     if isinstance(sent, pd.Series | list | tuple):
         return list(sent)
     if isinstance(sent, np.ndarray):
@@ -139,7 +139,7 @@ _MOST_DECODED = 32  # images in memory at once, as in validation on a CPU
 DEFAULT_TOP_K = 5
 
 
-def _load_pyfunc(data_path: str, model_config: Mapping[str, Any]) -> "BundleModel":
+def _load_pyfunc(data_path: str, model_config: Mapping[str, Any]) -> "BundleModel | TextModel":
     """Load a bundle: `mlflow.pyfunc.load_model` calls this.
 
     Args:
@@ -156,7 +156,7 @@ def _load_pyfunc(data_path: str, model_config: Mapping[str, Any]) -> "BundleMode
 
 def open_model(
     folder: Path, model_config: Mapping[str, Any], statements: Mapping[str, bytes] | None = None
-) -> "BundleModel":
+) -> "BundleModel | TextModel":
     """The same of a bundle that may have been checked: `statements` is None where its digest is one that is trusted."""
     temporary = TemporaryDirectory(prefix="enginery-")  # a copy: what was checked can't be swapped any more
     copy = shutil.copytree(folder, Path(temporary.name) / "bundle", symlinks=True)
@@ -170,11 +170,11 @@ def open_model(
             f"MLmodel file says {model_config['bundle_digest']}. Download the version again",
             code="other-bundle",
         )
-    model = BundleModel(bundle, model_config["precision"], model_config["runtime"])
+    kind = TextModel if bundle.manifest.text is not None else BundleModel
+    model = kind(bundle, model_config["precision"], model_config["runtime"])
     model.folder = temporary
-    runner = model.selected.runner
     note = not_measured_here(model_config["precision"], model_config.get("measured_on") or ())
-    if note and runner is not None and RUNTIMES[runner.runtime].depends_on_instruction_set:
+    if note and RUNTIMES[model.runtime].depends_on_instruction_set:
         logging.getLogger(__name__).warning(note)
     return model
 
@@ -191,12 +191,7 @@ class BundleModel:
                 "GPU: run `pip install enginery`",
                 code="no-decoder",
             ) from None
-        if runtime not in RUNTIME_OPTIONS:
-            raise UserError(
-                f"runtime {runtime!r} is unknown; take one of {', '.join(RUNTIME_OPTIONS)}",
-                code="unknown-runtime",
-                setting="runtime",
-            )
+        _check_runtime(runtime)
         self.task, self.transform = bundle.manifest.task, bundle.manifest.image_transform
         self.classes = bundle.manifest.classes
         self.bundle_digest = bundle.digest
@@ -206,6 +201,12 @@ class BundleModel:
         self._lock = threading.Lock()
 
     folder: TemporaryDirectory[str] | None = None  # that goes with the model
+
+    @property
+    def runtime(self) -> str:
+        """One of RUNTIMES."""
+        assert self.selected.runner is not None
+        return self.selected.runner.runtime
 
     def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> pd.DataFrame:
         """A row per image, in order: see `table`; of other tasks than classification see `answer_table`.
@@ -239,6 +240,68 @@ class BundleModel:
                 assert self.selected.runner is not None
                 outputs = self.selected.runner.infer(self._images.load(chunk, names))
             yield outputs
+
+
+TEXT_COLUMN = "text"  # of a table
+TAKEN_TEXT = f"give sentences as text: one, a list, or a pandas DataFrame with the column {TEXT_COLUMN!r}"
+
+
+class TextModel:
+    """One precision of a translator, loaded. Several threads may call it; they take turns."""
+
+    folder: TemporaryDirectory[str] | None = None  # that goes with the model
+
+    def __init__(self, bundle: Artifact[BundleManifest], precision: Precision, runtime: RuntimeOption) -> None:
+        from components.common.tasks.translation.runners import open_translator
+
+        _check_runtime(runtime)
+        self.bundle_digest = bundle.digest
+        self._translator = open_translator(bundle, precision)
+        self._lock = threading.Lock()
+
+    @property
+    def runtime(self) -> str:
+        """One of RUNTIMES."""
+        return self._translator.runtime
+
+    def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> pd.DataFrame:
+        """A row per sentence, in order, with its `translation`.
+
+        Args:
+            model_input: sentences; `TAKEN_TEXT` says in which forms.
+            params: "beam_size": how many beginnings the search keeps; 1 is greedy.
+
+        Raises:
+            UserError: something that is no sentence was sent, or one is too long; the message says which one.
+        """
+        from components.common.tasks.translation.sentences import read_sentence
+
+        beam_size = (params or {}).get("beam_size", 1)
+        if isinstance(beam_size, bool) or not isinstance(beam_size, int | np.integer) or not 1 <= beam_size <= 32:
+            raise UserError(
+                f"beam_size must be a whole number from 1 to 32; got {beam_size!r}",
+                code="invalid-beam-size",
+                setting="beam_size",
+            )
+        sent = list(_items(model_input, TEXT_COLUMN, TAKEN_TEXT))
+        if not sent:
+            raise UserError(f"no sentence was sent; {TAKEN_TEXT}", code="no-sentence")
+        for number, item in enumerate(sent, 1):
+            if not isinstance(item, str):
+                raise UserError(f"sentence {number} is a {type(item).__name__}; {TAKEN_TEXT}", code="not-a-sentence")
+        sentences = [read_sentence(item, f"sentence {number}") for number, item in enumerate(sent, 1)]
+        with self._lock:
+            said = self._translator.translate(sentences, beam_size=int(beam_size))
+        return pd.DataFrame({"translation": said})
+
+
+def _check_runtime(runtime: str) -> None:
+    if runtime not in RUNTIME_OPTIONS:
+        raise UserError(
+            f"runtime {runtime!r} is unknown; take one of {', '.join(RUNTIME_OPTIONS)}",
+            code="unknown-runtime",
+            setting="runtime",
+        )
 
 
 def table(logits: np.ndarray, classes: Sequence[str], top_k: int) -> pd.DataFrame:

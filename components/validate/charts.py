@@ -206,6 +206,7 @@ def lengths_chart(rows: Sequence[LengthRow]) -> str:
                 far: dict[str, Any] = {"linestyle": ":", "markerfacecolor": GROUND, "markersize": 5}
                 axes.plot(x, [row.p99_ms for row in own], color=color, marker=marker, label=f"{name}, p99", **far)
         axes.set_ylim(0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.legend(loc="outside upper center", ncols=6)
         return as_svg(figure)
 

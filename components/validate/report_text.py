@@ -325,7 +325,8 @@ _BOOTSTRAP = (
 
 def class_sentences(report: Report) -> list[str]:
     """Which classes each precision recognizes surely less often than FP32, or which loses most."""
-    sentences = [_classes(row) for row in report.accuracy.rows if row.comparison is not None]
+    compared = [row for row in report.accuracy.rows if row.comparison is not None and report.model.classes]
+    sentences = [_classes(row) for row in compared]
     sentences += _unseen_classes(report) if sentences else []
     meaning = (
         f"p is {_test(report)}, corrected for the number of classes (Holm); below {SIGNIFICANCE:g} it is significant."
@@ -426,12 +427,6 @@ def intended_use(report: Report) -> list[str]:
     ]
 
 
-_DIFFERENTLY: dict[TaskName, str] = {
-    "classification": "predicts another class than",
-    "translation": "translates otherwise than",
-}
-
-
 def limitations(report: Report) -> list[str]:
     """Cases in which the numbers do not hold, or hold less."""
     own, points = report.verdict.precision.upper(), []
@@ -439,8 +434,9 @@ def limitations(report: Report) -> list[str]:
         points.append(f"{report.verdict.note[:1].upper()}{report.verdict.note[1:]}.")
     if report.change and report.change.num_differing:
         differing = f"{report.change.num_differing:,} of {report.change.num_images:,} {report.accuracy.unit}"
-        what = _DIFFERENTLY.get(report.accuracy.task, "predicts otherwise than")
-        points.append(f"{own} {what} FP32 on {differing}.")
+        verb = "translates" if report.accuracy.unit == "sentences" else "predicts"
+        what = "another class" if TASKS[report.accuracy.task].counts_images else "otherwise"
+        points.append(f"{own} {verb} {what} than FP32 on {differing}.")
     losing = [entry for entry in report.class_changes if entry.delta_points < 0]  # the largest loss first
     surely = [entry for entry in losing if entry.significant]
     for entry in (surely or losing[:1])[:_MAX_LOSING_CLASSES]:
@@ -713,7 +709,7 @@ def headline(report: Report) -> str:
     """Model, classes and size or languages, and time of the measurement."""
     shapes, text, kind = report.model.shapes, report.model.text, f"{report.accuracy.task}, {report.model.architecture}"
     if text is not None:
-        return f"{kind}, {text.source_language} to {text.target_language}, measured {_when(report)}"
+        return f"{kind}, {text.languages}, measured {_when(report)}"
     size = f"{shapes.height} {TIMES} {shapes.width} px" if shapes is not None else ""
     return f"{kind}, {len(report.model.classes):,} classes, {size}, measured {_when(report)}"
 

@@ -53,11 +53,10 @@ def measure(
         UserError: bundle and dataset are of different languages.
     """
     text, other = models.manifest.text_spec, data.manifest.text_spec
-    languages = [f"{spec.source_language} to {spec.target_language}" for spec in (text, other)]
-    if languages[0] != languages[1]:
+    if text.languages != other.languages:
         raise UserError(
-            f"the bundle {models.path} translates from {languages[0]}, and the data {data.path} are of {languages[1]}: "
-            "name one of the bundle's",
+            f"the bundle {models.path} translates from {text.languages}, and the dataset {data.path} is from "
+            f"{other.languages}; name one of the bundle's languages",
             code="other-languages",
         )
     split = data.manifest.splits["val"]

@@ -1,8 +1,9 @@
-"""`enginery inspect`: what a model's precisions make of an image, and where they look."""
+"""`enginery inspect`: what a model's precisions make of an image, and where they look, or of a sentence."""
 
 import json
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,9 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from components.common.contracts.errors import UserError
-from components.common.contracts.manifests import Artifact, BundleManifest, load, write_atomically
+from components.common.contracts.errors import UserError, shown
+from components.common.contracts.manifests import Artifact, BundleManifest, check_task, load, write_atomically
+from components.common.contracts.records import PRECISIONS
 from components.common.process.disk import out_of_space
 from enginery.cli.options import PATH
 from enginery.formats import new_console, new_table, number
@@ -27,14 +29,16 @@ _NUM_TOP = 3
 
 @click.command()
 @click.argument("images", nargs=-1, type=PATH, metavar="IMAGE [IMAGE ...]")
+@click.option("--sentence", "sentences", multiple=True, metavar="TEXT", help="Of a translator, in place of images.")
 @click.option("--bundle", type=PATH, metavar="DIR", help="What export wrote.")
 @click.option("--run", "run_name", metavar="RUN", help="Its bundle; as in `enginery compare`.  [default: the last]")
 @click.option("--layers", metavar="A,B", default="", help="Layers, as the report names them.  [default: the last maps]")
 @click.option("--maps", type=click.Choice(["gradcam", "activation"]), default="gradcam", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Of boxes and masks: write JSON instead of a table.")
+@click.option("--json", "as_json", is_flag=True, help="Of boxes, masks and sentences: write JSON.")
 @click.option("--output", type=PATH, metavar="FILE.png", default=Path("inspect.png"), show_default=True)
 def inspect(
     images: tuple[Path, ...],
+    sentences: tuple[str, ...],
     bundle: Path | None,
     run_name: str | None,
     layers: str,
@@ -45,15 +49,18 @@ def inspect(
     """Show what each precision predicts for an image, and maps of where FP32 and INT8 look.
 
     Grad-CAM marks what speaks for the class that FP32 predicts; activation is the mean magnitude of a layer's channels.
-    A model that finds boxes or masks has none: the picture shows these.
+    A model that finds boxes or masks has none: the picture shows these. Of a translator, the translations are shown.
     """
-    if problem := _problem(images, bundle, run_name, output):
+    if problem := _problem(images, bundle, run_name, output, len(sentences)):
         code, setting, message = problem
         raise UserError(message, code=code, setting=setting)
     if bundle is None:
         runs = StateDirectory.current().runs
         bundle = latest_bundle(runs) if run_name is None else bundle_of_run(run_name, runs)
-    opened = load(bundle, BundleManifest, verify=(".onnx", ".plan"))
+    opened = load(bundle, BundleManifest, verify=(".onnx", ".plan", ".model"))
+    if sentences or opened.manifest.text is not None:
+        _inspect_sentences(opened, sentences, as_json)
+        return
     if opened.manifest.task != "classification":
         if layers:
             raise UserError(
@@ -108,12 +115,39 @@ def _inspect_answers(bundle: Artifact[BundleManifest], images: Sequence[Path], o
     console.print(f"picture: {escape(str(output))}")
 
 
+def _inspect_sentences(bundle: Artifact[BundleManifest], sentences: Sequence[str], as_json: bool) -> None:
+    fix = "give images to it" if sentences else 'give sentences to it: --sentence "TEXT"'
+    check_task(f"the bundle {bundle.path}", bundle.manifest.task, "translation" if sentences else "classification", fix)
+    from components.common.tasks.translation.runners import open_translator
+    from components.common.tasks.translation.sentences import translate_each
+
+    results = []
+    for precision in (name for name in PRECISIONS if name in bundle.manifest.models):
+        with closing(open_translator(bundle, precision)) as translator:
+            for sentence, answer in zip(sentences, translate_each(translator, sentences), strict=True):
+                if isinstance(answer, UserError):
+                    raise UserError(f"{sentence[:60]!r}: {answer}", code=answer.code, setting="--sentence")
+                one = {"precision": precision, "runtime": translator.runtime, "translation": answer}
+                results.append({"sentence": sentence, **one})
+    results.sort(key=lambda one: sentences.index(one["sentence"]))
+    if as_json:
+        click.echo(json.dumps({"model": bundle.manifest.architecture, "results": results}))
+        return
+    console, table = new_console(), new_table("sentence", "precision", "runtime", "translation")
+    console.print(f"{escape(bundle.manifest.architecture)}, bundle {escape(_relative(bundle.path))}")
+    for one in results:
+        table.add_row(*(escape(shown(one[name])) for name in ("sentence", "precision", "runtime", "translation")))
+    console.print(table)
+
+
 def _problem(
-    images: tuple[Path, ...], bundle: Path | None, run_name: str | None, output: Path
+    images: tuple[Path, ...], bundle: Path | None, run_name: str | None, output: Path, num_sentences: int
 ) -> tuple[str, str, str] | None:
     """Code, option and message of what can be said before anything is loaded."""
     folder = output.absolute().parent
-    if not images:
+    if images and num_sentences:
+        return "images-and-sentences", "--sentence", "inspect takes images or sentences, of one model; leave one out"
+    if not images and not num_sentences:
         return "no-images", "", "inspect takes one or more images: enginery inspect IMAGE [IMAGE ...]"
     if len(images) > _MAX_IMAGES:
         return "too-many-images", "", f"inspect takes up to {_MAX_IMAGES} images, got {len(images)}; name fewer"
@@ -122,6 +156,8 @@ def _problem(
             return "no-file", "", f"there is no file {image}; name an image"
     if bundle is not None and run_name is not None:
         return "two-models", "--run", "--bundle and --run both say which model; name one of them"
+    if num_sentences:  # of which no picture is made
+        return None
     if output.suffix.lower() != ".png":
         message = f"the picture is a PNG, and --output is {output}; name a file that ends in .png"
     elif output.resolve() in {image.resolve() for image in images}:

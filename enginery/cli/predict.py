@@ -1,10 +1,11 @@
-"""`enginery predict`: what a model server says of images."""
+"""`enginery predict`: what a model server says of images, or a translator here of sentences."""
 
 import asyncio
 import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import click
 from rich.markup import escape
 
 from components.common.contracts.errors import EngineryError, UserError, shown
+from components.common.contracts.manifests import MANIFEST, check_task
 from enginery.cli.options import PATH, finite, server_model, server_url, timeout
 from enginery.formats import echo, new_console, new_table
 from enginery.serving.client.client import find_images
@@ -25,7 +27,7 @@ _TOP_K = 3
 
 
 @click.command()
-@click.argument("images", nargs=-1, metavar="IMAGE [IMAGE ...]")
+@click.argument("images", nargs=-1, metavar="IMAGE [IMAGE ...] | MODEL SENTENCE [SENTENCE ...]")
 @server_url
 @server_model
 @click.option("--top-k", type=click.IntRange(1), show_default="3", help="Of a classifier: classes for each image.")
@@ -33,6 +35,7 @@ _TOP_K = 3
 @click.option(
     "--picture", type=PATH, metavar="FILE.png|DIR", help="Of boxes and masks: also draw them; a folder for many images."
 )
+@click.option("--beam-size", default=1, type=click.IntRange(1, 32), help="Of sentences: beginnings that are kept.")
 @timeout(10.0)
 @click.option(
     "--retry",
@@ -50,15 +53,22 @@ def predict(
     top_k: int | None,
     as_json: bool,
     picture: Path | None,
+    beam_size: int,
     timeout: float,
     retry: float,
     concurrency: int,
 ) -> None:
     """Ask a model server what it sees: files, folders of images, and - for one image on the standard input.
 
+    Or translate sentences here, without a server: MODEL is a bundle, a release or NAME@alias, and - stands for the
+    lines of the standard input. Each translation is a line.
+
     An image that can't be answered is said, and the others are answered; the exit code is then 2, or 1 if the server
     was at fault.
     """
+    if images and _is_model(images[0]):
+        _translate(images[0], images[1:], beam_size, as_json)
+        return
     from components.common.tasks.answers import answers_of
     from enginery.serving.client.client import AsyncClient
     from enginery.serving.client.transport import RetryPolicy
@@ -88,6 +98,46 @@ def predict(
     else:
         _print_table(names, answers, num_classes, task)
     _end(names, answers)
+
+
+def _is_model(name: str) -> bool:
+    """True for the folder of a bundle or a release, and for NAME@alias and NAME/3."""
+    from enginery.registry.models import is_reference
+    from enginery.release.verify import SUMS
+
+    path = Path(name)
+    if path.is_dir():
+        return any((path / file).is_file() for file in (MANIFEST, SUMS))
+    return not path.exists() and is_reference(name)
+
+
+def _translate(model: str, texts: Sequence[str], beam_size: int, as_json: bool) -> None:
+    from enginery.serving.sources import find_source
+
+    if not texts:
+        message = 'predict takes one or more sentences: enginery predict MODEL "SENTENCE"; - is the standard input'
+        raise UserError(message, code="no-sentences")
+    sentences: list[str | bytes] = []
+    for text in texts:
+        sentences += sys.stdin.buffer.read().removesuffix(b"\n").split(b"\n") if text == _STDIN else [text]
+    with find_source(model, None) as source:
+        check_task(f"the model {model}", source.bundle.manifest.task, "translation", "ask a server of it about images")
+        from components.common.tasks.translation.runners import open_translator
+        from components.common.tasks.translation.sentences import translate_each
+
+        with closing(open_translator(source.bundle, source.precision)) as translator:
+            answers = translate_each(translator, sentences, beam_size=beam_size)
+    names = [f"sentence {number}" for number in range(1, len(answers) + 1)]
+    if as_json:
+        results = [
+            {"error": str(answer)} if isinstance(answer, EngineryError) else {"translation": answer}
+            for answer in answers
+        ]
+        click.echo(json.dumps({"model": model, "precision": source.precision, "results": results}, indent=1))
+    else:
+        for answer in answers:
+            echo("" if isinstance(answer, EngineryError) else answer.replace("\n", " "))
+    _end(names, answers, "sentences")
 
 
 def _named_images(images: Sequence[str]) -> Iterator[tuple[str, Callable[[], bytes]]]:
@@ -225,13 +275,13 @@ def _print_table(
     new_console().print(table)
 
 
-def _end(names: Sequence[str], answers: "Sequence[Answer | dict[str, Any] | EngineryError]") -> None:
+def _end(names: Sequence[str], answers: Sequence[object], unit: str = "images") -> None:
     """One line for each image without an answer, and the exit code."""
     failed = [(name, answer) for name, answer in zip(names, answers, strict=True) if isinstance(answer, EngineryError)]
     for name, error in failed:
         click.secho(shown(f"{name}: "), fg="red", nl=False, err=True)
         echo(str(error), err=True)
     if failed:
-        summary = f"{len(failed)} of {len(names)} images have no answer"
+        summary = f"{len(failed)} of {len(names)} {unit} have no answer"
         kind = UserError if all(isinstance(error, UserError) for _, error in failed) else EngineryError
-        raise kind(summary, code="images-without-answer")
+        raise kind(summary, code=f"{unit}-without-answer")

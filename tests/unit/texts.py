@@ -1,4 +1,4 @@
-"""A dataset of phrases and an exported translator of it: hardly trained, its sentences short, so that it takes seconds."""
+"""A dataset of phrases and an exported translator of it, whose weights are almost as they were drawn."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from components.train.run import run as train
 from enginery.datasets.phrases import phrase_pair
 
 HOSTILE = "<b>&  12</b>"
-MAX_TOKENS = 96
+MAX_TOKENS = 40
 NUM_VAL = 24
 
 
@@ -39,7 +39,8 @@ class Translation:
 
 def write_dataset(path: Path) -> Path:
     """Pairs of English and German phrases; the first one to validate on is HTML."""
-    pairs = list(dict.fromkeys(phrase_pair(np.random.default_rng(seed)) for seed in range(200)))
+    every = dict.fromkeys(phrase_pair(np.random.default_rng(seed)) for seed in range(400))
+    pairs = [pair for pair in every if max(map(len, pair)) < MAX_TOKENS][:120]
     vocabulary, parts = path / "vocabulary.model", {"val": [(HOSTILE, HOSTILE), *pairs[: NUM_VAL - 1]]}
     parts["train"] = pairs[NUM_VAL:]
     path.mkdir()
@@ -66,10 +67,10 @@ def write_dataset(path: Path) -> Path:
 
 
 def write_bundle(dataset: Path, root: Path) -> Path:
-    """A bundle of an LSTM after one epoch, in FP32 and INT8."""
+    """A bundle of an LSTM in FP32 and INT8; so little trained, it says something of every sentence."""
     recipe = {"architecture": "translation/lstm_small", "epochs": 1, "global_batch_size": 32, "num_processes": 1}
     train(
-        resolve(TrainConfig, "train", {**recipe, "learning_rate": 0.01, "optimizer": "adamw", "warmup_fraction": 0.1}),
+        resolve(TrainConfig, "train", {**recipe, "learning_rate": 1e-5, "optimizer": "adamw"}),
         StepLog("train"),
         dataset=dataset,
         output=root / "checkpoint",

@@ -105,3 +105,8 @@ class TextSpec(Record):
     vocabulary: str = Field("vocabulary.model", description="The artifact's file of SentencePiece.")
     num_tokens: int = Field(ge=4, description="Size of the vocabulary, for both languages.")
     max_tokens: int = Field(ge=2, description="Longest sentence in tokens, with its end; longer ones are refused.")
+
+    @property
+    def languages(self) -> str:
+        """Return text such as "en to de"."""
+        return f"{self.source_language} to {self.target_language}"

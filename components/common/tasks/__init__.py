@@ -31,7 +31,7 @@ class TaskSpec:
         training_score: Of what training validates by, where that is not the score.
         of_text: Whether samples are pairs of sentences, and not images with labels.
         usual_num_classes: Of the data that networks are compared on, where the user's is not known yet; 0 of text.
-        purpose: What a model is for, with the {number} and {names} of its classes, or {source} and {target} of text.
+        purpose: What a model is for, with {number} and {names} of its classes, or {source} and {target} of text.
         agreement: What two models agree on, and a share of which things: "the same ... on 99 % of the ...".
         pipeline: The file that trains for it.
         counts_images: The score is the share of images that are right.
@@ -101,8 +101,8 @@ TASKS: dict[TaskName, TaskSpec] = {
             module="translation.task",
             predictions="components.common.tasks.translation.predictions:TextPredictions",
             usual_num_classes=0,
-            purpose="Translating sentences from {source} to {target}. Sentences of another language get some translation "
-            "all the same.",
+            purpose="Translating sentences from {source} to {target}. Sentences of another language get some "
+            "translation all the same.",
             agreement=("translation", "sentences"),
             pipeline="pipelines/translation.py",
             training_score="of the next tokens",

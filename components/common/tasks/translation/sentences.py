@@ -2,8 +2,10 @@
 
 import re
 import unicodedata
+from collections.abc import Sequence
 
 from components.common.contracts.errors import UserError
+from components.common.tasks.translation.runners import Translator
 
 # What ends a line for some programs, or turns the direction of text, beside the control characters themselves.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]")
@@ -33,3 +35,23 @@ def read_sentence(given: bytes | str, name: str) -> str:
             code="control-character",
         )
     return unicodedata.normalize("NFC", text)
+
+
+def translate_each(
+    translator: Translator, sentences: Sequence[bytes | str], *, beam_size: int = 1
+) -> list[str | UserError]:
+    """A translation of each sentence, or why there is none, which calls the sentence "it"."""
+    found: list[str | UserError] = []
+    good: dict[int, str] = {}
+    for place, sentence in enumerate(sentences):
+        try:
+            text = read_sentence(sentence, "it")
+            translator.tokens([text])
+            good[place] = text
+            found.append("")
+        except UserError as error:
+            found.append(UserError(str(error).replace("sentence 1 ", "it ", 1), code=error.code))
+    said = translator.translate(list(good.values()), beam_size=beam_size) if good else []
+    for place, translation in zip(good, said, strict=True):
+        found[place] = translation
+    return found

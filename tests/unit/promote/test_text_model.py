@@ -1,0 +1,106 @@
+"""A translator as MLflow loads it and as `enginery predict` asks it: text in and out, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pandas as pd
+import pytest
+from click.testing import CliRunner
+
+from components.common.contracts.errors import UserError, shown
+from components.common.contracts.manifests import BundleManifest, load
+from components.common.tasks.translation.runners import Translator, open_translator
+from components.common.tasks.translation.sentences import read_sentence, translate_each
+from components.promote.packaging import write_model
+from enginery.cli.inspect import inspect
+from enginery.cli.predict import predict
+from tests.unit.texts import MAX_TOKENS, Translation
+
+SENTENCES = ["12 May", "half past seven"]
+BAD: list[tuple[str | bytes, str]] = [
+    ("", "empty-sentence"),
+    (" \t \u3000", "empty-sentence"),
+    ("word " * 10_000, "sentence-too-long"),
+    ("seven " * MAX_TOKENS, "sentence-too-long"),
+    (b"caf\xe9", "not-utf8"),
+    ("a\x00b", "control-character"),
+    ("a\x1b[31mb", "control-character"),
+    ("half a pair: \ud800", "not-utf8"),
+]
+
+
+@pytest.fixture(scope="module")
+def translator(translation: Translation) -> Iterator[Translator]:
+    opened = open_translator(load(translation.bundle, BundleManifest), "int8")
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize(("sentence", "code"), BAD)
+def test_a_bad_sentence_has_an_error_and_the_others_their_translations(
+    sentence: str | bytes, code: str, translator: Translator
+) -> None:
+    first, refused, last = translate_each(translator, [SENTENCES[0], sentence, SENTENCES[1].encode()])
+    assert isinstance(refused, UserError)
+    assert refused.code == code
+    assert [first, last] == translator.translate(SENTENCES)
+
+
+def test_a_sentence_is_taken_in_nfc() -> None:
+    assert read_sentence(" cafe\u0301 ", "it") == "caf\u00e9"
+
+
+def test_mlflow_loads_a_translator(translation: Translation, translator: Translator, tmp_path: Path) -> None:
+    shutil.copytree(translation.bundle, tmp_path / "model" / "bundle")
+    folder = write_model(load(translation.bundle, BundleManifest), "int8", tmp_path / "model")
+    model = mlflow.pyfunc.load_model(str(folder))
+    said = translator.translate(SENTENCES)
+    forms: list[Any] = [SENTENCES, pd.DataFrame({"text": SENTENCES}), pd.Series(SENTENCES), {"text": SENTENCES}]
+    assert [list(model.predict(form)["translation"]) for form in forms] == [said] * len(forms)
+    assert model.predict(SENTENCES[0], params={"beam_size": 2}).shape == (1, 1)
+    assert model.metadata.signature.outputs.input_names() == ["translation"]
+    refused: list[tuple[Any, dict[str, Any], str]] = [
+        ([], {}, "no-sentence"),
+        ([SENTENCES[0], 3], {}, "not-a-sentence"),
+        ([SENTENCES[0], ""], {}, "empty-sentence"),
+        (SENTENCES, {"beam_size": 0}, "invalid-beam-size"),
+        (pd.DataFrame({"a": ["x"], "b": ["y"]}), {}, "no-column"),
+    ]
+    for sent, params, code in refused:
+        with pytest.raises(UserError) as error:
+            model._model_impl.predict(sent, params)
+        assert error.value.code == code
+
+
+def test_predict_translates_arguments_and_lines(translation: Translation, translator: Translator) -> None:
+    bundle, said = str(translation.bundle), translator.translate(SENTENCES)
+    done = CliRunner().invoke(predict, [bundle, *SENTENCES], catch_exceptions=False)
+    assert done.stdout.split("\n") == [*(shown(text.replace("\n", " ")) for text in said), ""]
+    content = b"12 May\n\ncaf\xe9\nhalf past seven\n"
+    done = CliRunner().invoke(predict, [bundle, "-", "--json"], input=content)
+    results = json.loads(done.stdout)["results"]
+    assert [entry.get("translation") for entry in results] == [said[0], None, None, said[1]]
+    assert "sentence 2: it is empty" in done.stderr
+    assert "sentence 3: it is not UTF-8" in done.stderr
+    assert isinstance(done.exception, UserError)
+    assert done.exception.code == "sentences-without-answer"
+    nothing = CliRunner().invoke(predict, [bundle])
+    assert isinstance(nothing.exception, UserError)
+    assert nothing.exception.code == "no-sentences"
+
+
+def test_inspect_shows_what_each_precision_says(translation: Translation, translator: Translator) -> None:
+    sentences = [part for text in SENTENCES for part in ("--sentence", text)]
+    done = CliRunner().invoke(inspect, ["--bundle", str(translation.bundle), *sentences, "--json"])
+    results = json.loads(done.stdout)["results"]
+    assert [(one["sentence"], one["precision"]) for one in results] == [
+        (text, precision) for text in SENTENCES for precision in ("fp32", "int8")
+    ]
+    assert [one["translation"] for one in results if one["precision"] == "int8"] == translator.translate(SENTENCES)
+    bad = CliRunner().invoke(inspect, ["--bundle", str(translation.bundle), "--sentence", ""])
+    assert isinstance(bad.exception, UserError)
+    assert bad.exception.code == "empty-sentence"
