@@ -1,12 +1,15 @@
 """`enginery submit` and `enginery watch` against a server that answers in the models of KFP's OpenAPI."""
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import kfp_server_api as kfp
 import pytest
 
-from enginery.cluster import watch
 from tests.pipelines.running import CLUSTER_YAML, compiled
 from tests.unit.cluster.conftest import Submit
 from tests.unit.cluster.kfp_api import RUN_ID, SCHEDULE_ID, Cluster
@@ -199,17 +202,20 @@ def test_a_failed_gate_has_its_own_exit_code(
     assert submit(cluster.endpoint, "--no-logs", watch=RUN_ID).exit_code == code
 
 
-def test_ctrl_c_leaves_the_run_and_says_how_to_come_back(
-    cluster: Cluster, submit: Submit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(seconds: float) -> None:
-        raise SystemExit(130)  # as enginery.cli.main does after SIGINT
-
+def test_ctrl_c_leaves_the_run_and_says_how_to_come_back(cluster: Cluster, tmp_path: Path) -> None:
     cluster.states = ["RUNNING"]
-    monkeypatch.setattr(watch.time, "sleep", interrupt)
-    done = submit(cluster.endpoint, *FOLLOWED, "--namespace", "mine")
-    assert done.exit_code == 130
-    assert f"To come back: enginery watch {RUN_ID} --endpoint {cluster.endpoint} --namespace mine" in done.text
+    command = [sys.executable, "-m", "enginery.cli.main", "submit", "resnet50", "--endpoint", cluster.endpoint]
+    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    options = (*FOLLOWED, "--namespace", "mine")
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("state       running"):
+                process.send_signal(signal.SIGINT)
+                break
+        said = process.stdout.read()
+    assert process.returncode == 130
+    assert f"To come back: enginery watch {RUN_ID} --endpoint {cluster.endpoint} --namespace mine" in said
     assert {method for method, _, _ in cluster.requests} == {"GET", "POST"}  # nothing was stopped or removed
 
 
