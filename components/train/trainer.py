@@ -160,10 +160,14 @@ class Trainer:
         world: World,
         log: StepLog,
         task: Task,
+        unit: str = "images",
         checkpoints: CheckpointFolder | None = None,
         stop: StopRequest | None = None,
     ) -> None:
-        """`train` and `val` deliver batches of `task` on `world.device`; without `checkpoints` none is written."""
+        """`train` and `val` deliver batches of `task` on `world.device`; without `checkpoints` none is written.
+
+        `unit` is what the progress counts.
+        """
         self.model = model.to(world.device).to(memory_format=torch.channels_last)
         self.config, self.plan, self.world, self.log = config, plan, world, log
         self._compile_mode = pick_compile_mode(config, world.device, log)
@@ -186,7 +190,7 @@ class Trainer:
         self.history: list[EpochRecord] = []
         self.num_steps_done = 0
         self.loss_sum = torch.zeros((), device=world.device)  # of this epoch's steps on this process
-        self._task = task
+        self._task, self._unit = task, unit
         self._loss = task.loss(config.label_smoothing)
         self._objective = self._compiled()
         self.checkpoints, self._stop = checkpoints, stop or StopRequest()
@@ -438,7 +442,8 @@ class Trainer:
         parts = [f"epoch {epoch + 1}/{self.config.epochs}"]
         if self._watch.mean is not None:
             parts.append(f"loss {self._watch.mean:.2f}")
-        parts += [text(self._live[name]) for name, text in _SHOWN.items() if name in self._live]
+        shown = [text(self._live[name]) for name, text in _SHOWN.items() if name in self._live]
+        parts += [text.replace("images", self._unit) for text in shown]
         self.log.progress("training", self.num_steps_done, self.num_steps, ", ".join(parts), unit="steps")
 
     def _step(self, batches: Iterator[Batch]) -> torch.Tensor:

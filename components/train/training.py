@@ -104,6 +104,7 @@ def _train(
             world=world,
             log=log,
             task=load_task(data.manifest.task),
+            unit=TASKS[data.manifest.task].unit,
             checkpoints=checkpoints,
             stop=stop,
         )
@@ -130,7 +131,8 @@ def _train(
     trainer.mllog.event("run_stop", status="aborted" if target and not done else "success")
     if done:
         seconds = trainer.history[done - 1].elapsed_s
-        log.note(f"{target:g} % {score_name} on validation images after {done} epochs and {seconds:,.1f} seconds")
+        unit = TASKS[data.manifest.task].unit
+        log.note(f"{target:g} % {score_name} on validation {unit} after {done} epochs and {seconds:,.1f} seconds")
     elif target:
         log.warning(
             f"validation never reached train.target_score_pct, which is {target:g}: the best of {config.epochs} epochs "
@@ -397,6 +399,6 @@ def _outcome(checkpoint: Artifact[CheckpointManifest], world_size: int) -> str:
     manifest = checkpoint.manifest
     return (
         f"{manifest.architecture} at {manifest.metrics['val_score_pct']:.2f} % {manifest.score_name} after "
-        f"{len(manifest.history)} epochs, {manifest.history[-1].train_images_per_s:,.0f} images/s on "
-        f"{_machine(world_size)}"
+        f"{len(manifest.history)} epochs, {manifest.history[-1].train_images_per_s:,.0f} "
+        f"{TASKS[manifest.task].unit}/s on {_machine(world_size)}"
     )

@@ -173,7 +173,7 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     """The table that a run ends with, of the precisions that something here runs."""
     if not summary.rows:
         return
-    numbers = (f">{summary.score_name} %", ">delta", ">p50 ms", ">images/s", ">over FP32", ">size")
+    numbers = (f">{summary.score_name} %", ">delta", ">p50 ms", f">{summary.unit}/s", ">over FP32", ">size")
     table = new_table("precision", *numbers, "verdict")
     for row in summary.rows:
         if row.score_pct is None:
@@ -204,9 +204,10 @@ def _print_legend(console: Console, summary: RunSummary) -> None:
     num_images = max(row.num_images for row in summary.rows)
     where = next((f"{row.device} ({row.runtime})" for row in summary.rows if row.device), "nothing")
     batch_size = next((row.throughput_batch_size for row in summary.rows if row.throughput_batch_size), None)
-    speed = "no speed was measured" if batch_size is None else f"p50 latency at batch 1, images/s at batch {batch_size}"
+    speed = f"p50 latency at batch 1, {summary.unit}/s at batch {batch_size}"
+    speed = "no speed was measured" if batch_size is None else speed
     lines = [
-        f"{summary.score_name} on {num_images:,} validation images; delta to FP32 in percentage points",
+        f"{summary.score_name} on {num_images:,} validation {summary.unit}; delta to FP32 in percentage points",
         f"{speed}, on {where}",
     ]
     for row in summary.rows:

@@ -72,6 +72,7 @@ class RunSummary(Record):
     arguments: dict[str, Any]
     steps: list[StepSummary]
     score_name: str = "top-1"
+    unit: str = "images"
     rows: list[PrecisionRow]
     checks: list[GateCheck]
     recommendation: Recommendation | None = Field(None, description="What to ship; None where nothing leads to it.")
@@ -166,7 +167,7 @@ class SummaryBuilder:
         for name in ("dataset_digest", "split_digest", "bundle_digest"):
             seen[name] = getattr(self._accuracy, name, "")
         if self._accuracy is not None:
-            seen["score_name"] = self._accuracy.score_name
+            seen |= {"score_name": self._accuracy.score_name, "unit": self._accuracy.unit}
         return RunSummary(**{**seen, "rows": self.rows(), **fields})
 
     def _close_step(self, event: dict[str, Any]) -> None:
