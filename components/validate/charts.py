@@ -255,6 +255,21 @@ def confusion_picture(matrix: Sequence[Sequence[int]], classes: Sequence[str], p
         return as_svg(figure)
 
 
+def recall_chart(accuracy: AccuracyReport) -> str:
+    """Precision by recall of each precision's boxes at an overlap of 0.5. SVG, or "" for other tasks."""
+    rows = [row for row in accuracy.rows if row.precision_by_recall_pct]
+    if not rows:
+        return ""
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "recall"}):
+        figure, axes = new_axes("recall in %", "precision in %")
+        for row, style in zip(rows, ("-", "--", ":"), strict=False):
+            curve = row.precision_by_recall_pct
+            axes.plot(range(len(curve)), curve, style, color=SERIES[row.precision], label=row.precision.upper())
+        axes.set(xlim=(0, 100), ylim=(0, 105))
+        axes.legend()
+        return as_svg(figure)
+
+
 def trials_chart(selection: SelectionEntry, chosen: Trial | None, score_name: str) -> str:
     """Draw the cost of each candidate in score, with its interval and the budget: a row each, in the order of trying.
 

@@ -42,6 +42,7 @@ from components.validate.charts import (
     layers_chart,
     lengths_chart,
     placement_chart,
+    recall_chart,
     speed_chart,
     training_chart,
     trials_chart,
@@ -381,6 +382,7 @@ def _charts(report: Report) -> dict[str, str]:
         "corruptions": corruption_chart(
             report.accuracy, precision, report.verdict.thresholds.max_corrupted_drop_points
         ),
+        "recall": recall_chart(report.accuracy),
         "training": training_chart(history, report_text.training_score(report)) if history else "",
         "trials": trials_chart(selection, calibration.chosen, report.accuracy.score_name)
         if selection and selection.trials

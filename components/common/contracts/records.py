@@ -539,6 +539,10 @@ class AccuracyRow(Record):
     )
     top5_pct: float | None = None
     score50_pct: float | None = Field(None, description="mAP at an overlap of 0.5; None but for detection.")
+    precision_by_recall_pct: tuple[float, ...] = Field(
+        (),
+        description="At recalls of 0 to 100 % and an overlap of 0.5, the mean over classes; empty but for detection.",
+    )
     chrf_pct: float | None = Field(None, description="chrF2 (Popovic, 2015), 0 to 100; None but for translation.")
     distinct_score_pct: float | None = Field(
         None, description="score_pct without near-duplicates of training images; None where the split holds none."

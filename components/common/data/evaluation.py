@@ -111,7 +111,7 @@ class ClassPredictions:
         """See Predictions."""
         return None
 
-    def measures(self) -> dict[str, float | None]:
+    def measures(self) -> dict[str, float | tuple[float, ...] | None]:
         """See Predictions."""
         return {"top5_pct": self.top5_pct, "ece_pct": self.ece_pct}
 

@@ -83,7 +83,7 @@ class Predictions(Protocol):
         """[N] bool: whether an image is right; None where it is more or less so."""
         ...
 
-    def measures(self) -> dict[str, float | None]:
+    def measures(self) -> dict[str, float | tuple[float, ...] | None]:
         """Further measures, by their field of AccuracyRow."""
         ...
 

@@ -108,9 +108,13 @@ class BoxPredictions(ByDraws):
         found, wrong, objects = (each.sum(axis=1) for each in self._counts)
         return np.where(self.undefined, 0.0, _f1(found, wrong, objects))
 
-    def measures(self) -> dict[str, float | None]:
-        """See Predictions: the mAP at an overlap of 0.5."""
-        return {"score50_pct": 100 * float(mean_precision(self._precisions[None, :1])[0])}
+    def measures(self) -> dict[str, float | tuple[float, ...] | None]:
+        """See Predictions: the mAP at an overlap of 0.5, and the curve that it is the mean of."""
+        curve = tuple(round(value, 2) for value in self.precision_by_recall())
+        return {
+            "score50_pct": 100 * float(mean_precision(self._precisions[None, :1])[0]),
+            "precision_by_recall_pct": curve,
+        }
 
     def precision_by_recall(self) -> tuple[float, ...]:
         """The precision in per cent at recalls of 0, 1, ... 100 %, at an overlap of 0.5; the mean over classes."""

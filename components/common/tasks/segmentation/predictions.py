@@ -85,7 +85,7 @@ class MaskPredictions(ByDraws):
         shows_any = (self.pixels[..., 2] > 0).any(axis=1)
         return np.where(shows_any, _mean(_ious(self.pixels)), 100.0)
 
-    def measures(self) -> dict[str, float | None]:
+    def measures(self) -> dict[str, float | tuple[float, ...] | None]:
         """See Predictions: none but the score."""
         return {}
 

@@ -61,7 +61,7 @@ class TextPredictions(ByDraws):
         """[N] BLEU of each sentence alone."""
         return bleu_pct(self.statistics, of_sentences=True)
 
-    def measures(self) -> dict[str, float | None]:
+    def measures(self) -> dict[str, float | tuple[float, ...] | None]:
         """See Predictions."""
         return {"chrf_pct": chrf_pct(self.hypotheses, self.references)}
 

@@ -55,6 +55,9 @@ def test_the_report_is_on_map(chain: Chain, tmp_path: Path) -> None:
     assert compared is not None
     assert compared.mcnemar_test == "bootstrap"
     page, card = (chain.report / "report.html").read_text(), (chain.report / "model_card.md").read_text()
+    assert len(fp32.precision_by_recall_pct) == 101
+    assert np.mean(fp32.precision_by_recall_pct) == pytest.approx(fp32.score50_pct, abs=0.01)
+    assert ">recall in %<" in page
     for text in (page, card):
         assert "Finding objects of 5 classes" in text
         for wrong in ("top-1", "top-5", "ECE", "McNemar", "right on", "mIoU"):
