@@ -5,7 +5,7 @@ import functools
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,18 @@ from benchmarks.results import RESULTS, write_result
 from components.common.contracts.manifests import write_atomically
 from components.common.contracts.records import PRECISIONS
 from components.common.runtimes.counting import count_model, training_memory
-from enginery.advise.roofline import COEFFICIENTS, Coefficients, Device, Work, devices, predict, predict_training
+from enginery.advise.roofline import (
+    COEFFICIENTS,
+    HOST_SHARE,
+    Coefficients,
+    Device,
+    Work,
+    devices,
+    kernel_seconds,
+    predict,
+    predict_training,
+    training_precision,
+)
 from enginery.benchmark.table import published_rows
 
 _HELD_OUT = Path(__file__).with_name("advise_heldout.json")
@@ -26,6 +37,25 @@ _GPUS = {"NVIDIA H200": "H200", "NVIDIA H100 80GB HBM3": "H100", "Tesla V100": "
 # The whitepaper's networks, by the names of torchvision.
 _NETWORKS = {"AlexNet": "alexnet", "GoogLeNet": "googlenet", "ResNet-50": "resnet50", "VGG-19": "vgg19"}
 _ENGINE_BATCHES = (1, 8, 64, 128)
+_FIT_DEVICES = {"gpu": ("H200",), "cpu": ("2-cores-AVX2", "2-cores-VNNI")}
+# Machines of benchmarks/results without a GPU: their clock is that of no data sheet, 3.7 GHz is assumed, and the
+# bandwidth of one socket for 32 cores or more.
+_TWO_CORES = replace(
+    devices()["EPYC-7763"],
+    device="2-cores-AVX2",
+    num_sms=2.0,
+    fp32_tflops=0.237,
+    fp16_tflops=0.237,
+    int8_tops=0.474,
+    bandwidth_gb_per_s=40.0,
+)
+_SHEETS = devices() | {
+    "2-cores-AVX2": _TWO_CORES,
+    "2-cores-VNNI": replace(_TWO_CORES, device="2-cores-VNNI", int8_tops=0.947),
+    "A100": devices()["A100-40"],
+}
+# Sides of the images of int8_peers.json, in pixels.
+_PEERS_SIZES = {"resnet18": 224, "timm/vit_tiny_patch16_224": 224, "digits": 32}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +71,10 @@ class Row:
     """Side, in pixels."""
     batch: int
     images_per_s: float
-    memory_gb: float | None = None
-    """Peak of a training on one GPU, in 10^9 bytes; None where it was not measured."""
+    pixel_bytes: float = 12
+    """That are copied to the device for a pixel of serving."""
+    mig_parts: int | None = None
+    """Size of the part of the GPU; None for all of it."""
     source: str
     published: bool = False
 
@@ -61,7 +93,23 @@ def measured_rows(results: Path = RESULTS) -> list[Row]:
         for kind, read in (("engines_", _engine_rows), ("networks", _network_rows), ("train_", _training_rows)):
             if path.name.startswith(kind) and not path.name.startswith("engines_command"):
                 rows.extend(read(result, device, f"{path.parent.name}/{path.name}"))
-    return rows
+    return rows + list(_cpu_rows(json.loads((results / "cpu-2core/int8_peers.json").read_text())))
+
+
+def _cpu_rows(result: dict[str, Any]) -> Iterator[Row]:
+    """Of benchmarks/int8_cpu.py: batches of 16 by OpenVINO under two instruction sets."""
+    for run in result["runs"]:
+        for precision in ("fp32", "int8"):
+            yield Row(
+                device="2-cores-AVX2" if run["instruction_set"] == "AVX2" else "2-cores-VNNI",
+                workload="serve",
+                precision=precision,
+                network=run["architecture"],
+                image_size=_PEERS_SIZES.get(run["model"], _PEERS_SIZES.get(run["architecture"], 64)),
+                batch=16,
+                images_per_s=run[f"images_per_s_{precision}"],
+                source="cpu-2core/int8_peers.json",
+            )
 
 
 def _engine_rows(result: dict[str, Any], device: str, source: str) -> Iterator[Row]:
@@ -110,9 +158,15 @@ def _training_rows(result: dict[str, Any], device: str, source: str) -> Iterator
             image_size=run["cell"]["image_size"],
             batch=run["cell"]["batch_size"],
             images_per_s=run["synthetic"]["images_per_s"],
-            memory_gb=run["memory_gb"],
             source=source,
         )
+
+
+def measured_memory(results: Path = RESULTS) -> list[tuple[str, int, str, int, float]]:
+    """Network, side of its images, precision, batch on each GPU and peak of the memory in 10^9 bytes of trainings."""
+    runs = [run for path in sorted(results.glob("*/train_*.json")) for run in json.loads(path.read_text())["runs"]]
+    names = ("architecture", "image_size", "precision", "batch_size")
+    return [(*(run["cell"][name] for name in names), run["memory_gb"]) for run in runs if "memory_gb" in run]
 
 
 def published() -> list[Row]:
@@ -135,7 +189,8 @@ def published() -> list[Row]:
     with _PUBLISHED.open(encoding="utf-8", newline="") as file:
         for line in csv.DictReader(file):
             texts = {name: line[name] for name in ("device", "workload", "precision", "network", "source")}
-            numbers: dict[str, Any] = {name: int(line[name]) for name in ("image_size", "batch")}
+            names = ("image_size", "batch", "pixel_bytes", "mig_parts")
+            numbers: dict[str, Any] = {name: int(line[name]) for name in names if line[name]}
             rows.append(Row(**numbers | texts, images_per_s=float(line["images_per_s"]), published=True))
     return rows
 
@@ -145,7 +200,7 @@ def why_held_out(row: Row) -> str:
     held_out = json.loads(_HELD_OUT.read_text())
     if row.published or row.device in held_out["devices"]:
         return "device"
-    if row.network in held_out["networks"]:
+    if row.network in held_out["networks" if row.device in _FIT_DEVICES["gpu"] else "cpu_networks"]:
         return "network"
     return "batch" if row.batch in held_out["batch_sizes"] else ""
 
@@ -166,15 +221,26 @@ _START = {
     "grouped_share": (0.3, 0.1, 0.1),
     "matmul_share": (0.4, 0.25, 0.1),
     "depthwise_share": (0.1, 0.1, 0.1),
+    "wide_depthwise_share": (0.004, 0.015, 0.03),
     "bandwidth_share": (0.6, 0.6, 0.5),
     "depthwise_bandwidth_share": (0.4, 0.35, 0.3),
     "other_bandwidth_share": (0.5, 0.5, 0.4),
     "kernel_s": (4e-6, 4e-6, 4e-6),
     "other_kernel_s": (5e-6, 5e-6, 5e-6),
     "group_s": (4e-6, 4e-6, 4e-6),
-    "sum_s": (3e-6, 2e-6, 1.5e-6),
+    "tile_outputs": (4096, 8192, 12288),
     "start_s": (2e-5, 2e-5, 2e-5),
 }
+# A core has no Tensor Cores to keep busy, and nothing is launched.
+_CPU_START = _START | {
+    "conv_share": (0.8, 0.8, 0.7),
+    "grouped_share": (0.3, 0.3, 0.2),
+    "matmul_share": (0.6, 0.6, 0.4),
+    "wide_depthwise_share": (0.1, 0.1, 0.1),
+    "tile_outputs": (64, 64, 64),
+}
+_STARTS = {"gpu": _START, "cpu": _CPU_START}
+_PRECISIONS = {"gpu": PRECISIONS, "cpu": ("fp32", "int8")}
 # Standard deviations of logarithms, assumed: of a row's error, of a coefficient from its start, and of a precision's
 # coefficient from that of all precisions; how much worse an unseen device is.
 _ROW, _COMMON, _OWN, _DEVICE = 0.12, 0.25, 0.15, 0.5
@@ -182,36 +248,66 @@ _ROW, _COMMON, _OWN, _DEVICE = 0.12, 0.25, 0.15, 0.5
 
 @functools.cache
 def _work(network: str, image_size: int) -> Work:
-    return Work(count_model(network, image_size), image_size)
+    return Work(count_model(network, image_size))
 
 
 def _sheet(row: Row) -> Device:
-    return devices()["A100-40" if row.device == "A100" else row.device]
+    sheet = _SHEETS[row.device]
+    return sheet.part(row.mig_parts) if row.mig_parts else sheet
 
 
-def _fit(rows: list[Row]) -> dict[str, Coefficients]:
-    """Most probable coefficients of serving rows, with few far-off rows, near their starts and near each other."""
-    starts, size = np.log(np.array(list(_START.values()))).T, len(_START)
+class _Stack:
+    """Rows of one precision as one long list of kernels, so that a fit takes seconds."""
 
-    def coefficients(values: np.ndarray) -> dict[str, Coefficients]:
-        own = starts + values[:size] + values[size:].reshape(len(PRECISIONS), size)
-        return {
-            name: Coefficients(**dict(zip(_START, np.exp(each).tolist(), strict=True)))
-            for name, each in zip(PRECISIONS, own, strict=True)
+    def __init__(self, rows: list[Row], precision: str) -> None:
+        self.rows, self.precision = [row for row in rows if row.precision == precision], precision
+        works, sheets = [_work(row.network, row.image_size) for row in self.rows], [_sheet(row) for row in self.rows]
+        lengths = [len(work.flops) for work in works]
+        self.starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(int)
+        self.work: Any = object.__new__(Work)
+        for name, value in vars(works[0]).items():
+            if isinstance(value, np.ndarray):
+                setattr(self.work, name, np.concatenate([getattr(work, name) for work in works]))
+        names = [field.name for field in fields(Device) if isinstance(getattr(sheets[0], field.name), float)]
+        figures: dict[str, Any] = {
+            name: np.repeat([getattr(sheet, name) for sheet in sheets], lengths) for name in names
         }
+        self.sheet = replace(sheets[0], **figures)
+        self.batch = np.repeat([row.batch for row in self.rows], lengths)
+        copied = [row.batch * row.image_size**2 * row.pixel_bytes for row in self.rows]
+        link = np.array([1e9 * sheet.host_gb_per_s * HOST_SHARE for sheet in sheets])
+        self.copy_s, self.measured_s = copied / link, np.array([row.batch / row.images_per_s for row in self.rows])
+
+    def log_errors(self, fitted: Coefficients) -> np.ndarray:
+        """Of predicted over measured images/s."""
+        arithmetic, memory, waiting = kernel_seconds(self.work, self.sheet, self.precision, self.batch, fitted)
+        seconds = np.add.reduceat(np.maximum(arithmetic, memory) + waiting, self.starts) + fitted.start_s
+        return np.asarray(np.log(self.measured_s / np.maximum(seconds, self.copy_s)))
+
+
+def _fit(rows: list[Row], kind: str) -> dict[str, Coefficients]:
+    """Most probable coefficients of serving rows, with few far-off rows, near their starts and near each other."""
+    precisions, start = _PRECISIONS[kind], _STARTS[kind]
+    columns = [PRECISIONS.index(each) for each in precisions]
+    starts, size = np.log(np.array(list(start.values()))).T[columns], len(start)
+    stacks = [_Stack(rows, precision) for precision in precisions]
+
+    def coefficients(values: np.ndarray) -> list[Coefficients]:
+        own = starts + values[:size] + values[size:].reshape(len(precisions), size)
+        return [Coefficients(**dict(zip(start, np.exp(each).tolist(), strict=True))) for each in own]
 
     def residuals(values: np.ndarray) -> np.ndarray:
         fitted = coefficients(values)
-        errors = [_log_error(row, fitted[row.precision]) / _ROW for row in rows]
-        return np.concatenate([errors, values[:size] / _COMMON, values[size:] / _OWN])
+        errors = [stack.log_errors(each) / _ROW for stack, each in zip(stacks, fitted, strict=True)]
+        return np.concatenate([*errors, values[:size] / _COMMON, values[size:] / _OWN])
 
-    num_values = size * (1 + len(PRECISIONS))
-    return coefficients(least_squares(residuals, np.zeros(num_values), loss="soft_l1", max_nfev=40).x)
+    num_values = size * (1 + len(precisions))
+    found = coefficients(least_squares(residuals, np.zeros(num_values), loss="soft_l1", max_nfev=60).x)
+    return dict(zip(precisions, found, strict=True))
 
 
 def _log_error(row: Row, fitted: Coefficients) -> float:
-    work = _work(row.network, row.image_size)
-    return math.log(predict(work, _sheet(row), row.precision, row.batch, fitted).images_per_s / row.images_per_s)
+    return float(_Stack([row], row.precision).log_errors(fitted)[0])
 
 
 @functools.cache
@@ -219,76 +315,89 @@ def _per_image_bytes(network: str, image_size: int) -> int:
     return training_memory(network, image_size, half=True).per_image_bytes
 
 
-def _training_error(row: Row, fitted: Coefficients, factor: float) -> float:
+def _training_error(row: Row, fitted: dict[str, Coefficients], factor: float) -> float:
     work, per_image_bytes = _work(row.network, row.image_size), _per_image_bytes(row.network, row.image_size)
-    speed = predict_training(work, _sheet(row), row.batch, per_image_bytes, fitted, factor).images_per_s
+    precision = training_precision(_sheet(row))
+    speed = predict_training(work, _sheet(row), row.batch, per_image_bytes, fitted[precision], factor).images_per_s
     return math.log(speed / row.images_per_s)
+
+
+def _left_out(rows: list[Row], kind: str) -> dict[str, list[float]]:
+    """Errors on networks that the fit had not seen, by precision: each left out once."""
+    errors: dict[str, list[float]] = {precision: [] for precision in _PRECISIONS[kind]}
+    for network in sorted({row.network for row in rows}):
+        others = _fit([row for row in rows if row.network != network], kind)
+        for row in rows:
+            if row.network == network:
+                errors[row.precision].append(_log_error(row, others[row.precision]))
+        print(f"{kind} without {network}", flush=True)
+    return errors
 
 
 @click.command()
 @click.option("--machine", required=True, help="Plain name of this machine.")
 def main(machine: str) -> None:
     """Fit, write enginery/advise/coefficients.json, and judge it on what was held out."""
-    rows = fit_rows()
-    serving = [row for row in rows if row.workload == "serve"]
-    fitted = _fit(serving)
-    left_out: dict[str, list[float]] = {precision: [] for precision in PRECISIONS}
-    for network in sorted({row.network for row in serving}):  # errors on networks not seen
-        others = _fit([row for row in serving if row.network != network])
-        for row in serving:
-            if row.network == network:
-                left_out[row.precision].append(_log_error(row, others[row.precision]))
-        print(f"without {network}", flush=True)
-    training = [row for row in rows if row.workload == "train" and row.precision == "fp16"]
+    kinds: dict[str, dict[str, Coefficients]] = {}
+    log_errors: dict[str, dict[str, float]] = {}
+    measures: dict[str, float] = {}
+    for kind, names in _FIT_DEVICES.items():
+        rows = [row for row in fit_rows() if row.workload == "serve" and row.device in names]
+        kinds[kind], left_out = _fit(rows, kind), _left_out(rows, kind)
+        widths = {precision: float(np.quantile(np.abs(errors), 0.9)) for precision, errors in left_out.items()}
+        log_errors[kind] = widths
+        log_errors[f"other_{kind}"] = {name: math.hypot(width, _DEVICE) for name, width in widths.items()}
+        errors = 100 * np.abs(np.expm1([error for each in left_out.values() for error in each]))
+        measures[f"advise_left_out_error_median_pct_{kind}"] = float(np.median(errors))
+        measures[f"advise_left_out_error_p90_pct_{kind}"] = float(np.quantile(errors, 0.9))
+    training = [row for row in fit_rows() if row.workload == "train" and row.precision == "fp16"]
     factors = np.geomspace(0.2, 30, 100)
-    medians = [np.median([_training_error(row, fitted["fp16"], factor) for row in training]) for factor in factors]
-    scaling = json.loads((RESULTS / "h200-x4/train_resnet50.json").read_text())["measures"]["train_scaling"]
-    widths = {precision: float(np.quantile(np.abs(errors), 0.9)) for precision, errors in left_out.items()}
-    measures: dict[str, Any] = {
+    medians = [np.median([_training_error(row, kinds["gpu"], factor) for row in training]) for factor in factors]
+    fit: dict[str, Any] = {
         "training_bytes_factor": float(factors[int(np.argmin(np.abs(medians)))]),
-        "training_scaling": scaling,
-        "log_error_90": widths,
-        "log_error_90_other_device": {name: math.hypot(width, _DEVICE) for name, width in widths.items()},
+        "training_scaling": json.loads((RESULTS / "h200-x4/train_resnet50.json").read_text())["measures"][
+            "train_scaling"
+        ],
+        "log_error_90": log_errors,
     }
-    content = {"precisions": {name: asdict(value) for name, value in fitted.items()}, "measures": measures}
-    write_atomically(COEFFICIENTS, (json.dumps(content, indent=1) + "\n").encode())
-    errors = np.abs(np.expm1([error for each in left_out.values() for error in each]))
-    _judge(
-        machine,
-        fitted,
-        measures,
-        {
-            "advise_left_out_error_median_pct": 100 * float(np.median(errors)),
-            "advise_left_out_error_p90_pct": 100 * float(np.quantile(errors, 0.9)),
+    content = {
+        "kinds": {
+            kind: {name: asdict(value) for name, value in precisions.items()} for kind, precisions in kinds.items()
         },
-    )
+        "measures": fit,
+    }
+    write_atomically(COEFFICIENTS, (json.dumps(content, indent=1) + "\n").encode())
+    _judge(machine, kinds, fit, measures)
 
 
-def _judge(machine: str, fitted: dict[str, Coefficients], fit: dict[str, Any], measures: dict[str, float]) -> None:
+def _judge(
+    machine: str, kinds: dict[str, dict[str, Coefficients]], fit: dict[str, Any], measures: dict[str, float]
+) -> None:
     runs: list[dict[str, Any]] = []
     errors: dict[str, list[tuple[float, bool]]] = {}
     for row in held_out_rows():
-        reason = "other_device" if why_held_out(row) == "device" else "same_device"
+        kind, unseen = _sheet(row).kind, why_held_out(row) == "device"
         train = row.workload == "train"
         error = (
-            _training_error(row, fitted["fp16"], fit["training_bytes_factor"])
+            _training_error(row, kinds[kind], fit["training_bytes_factor"])
             if train
-            else _log_error(row, fitted[row.precision])
+            else _log_error(row, kinds[kind][row.precision])
         )
-        width = fit["log_error_90_other_device" if train or reason == "other_device" else "log_error_90"]
-        covered = abs(error) <= width[row.precision]
-        keys = (reason, row.device if reason == "other_device" else row.precision, "all")
-        for key in keys if row.sourced else ("unsourced",):
+        width = fit["log_error_90"][f"other_{kind}" if train or unseen else kind]
+        covered = abs(error) <= width[training_precision(_sheet(row)) if train else row.precision]
+        group = f"{'other' if unseen else 'same'}_{kind}"
+        keys = [group, f"{group}_{row.precision}", f"{group}_{row.workload}"]
+        keys += [f"{row.device.lower()}_part" if row.mig_parts else row.device.lower()] if unseen else []
+        for key in keys if row.sourced else ["unsourced"]:
             errors.setdefault(key, []).append((100 * abs(math.expm1(error)), covered))
-        runs.append({**asdict(row), "held_out": reason, "predicted_over_measured": round(math.exp(error), 4)})
+        runs.append({**asdict(row), "held_out": group, "predicted_over_measured": round(math.exp(error), 4)})
     for key, values in sorted(errors.items()):
-        suffix = "" if key == "all" else f"_{key.lower()}"
         numbers = [error for error, _ in values]
-        measures[f"advise_error_median_pct{suffix}"] = float(np.median(numbers))
-        measures[f"advise_error_p90_pct{suffix}"] = float(np.quantile(numbers, 0.9))
-        measures[f"advise_interval_coverage_pct{suffix}"] = 100 * float(np.mean([inside for _, inside in values]))
-        measures[f"num_rows{suffix}"] = len(values)
-    gains = [100 * abs(math.expm1(error)) for error in _stream_errors(fitted)]
+        measures[f"advise_error_median_pct_{key}"] = float(np.median(numbers))
+        measures[f"advise_error_p90_pct_{key}"] = float(np.quantile(numbers, 0.9))
+        measures[f"advise_interval_coverage_pct_{key}"] = 100 * float(np.mean([inside for _, inside in values]))
+        measures[f"num_rows_{key}"] = len(values)
+    gains = [100 * abs(math.expm1(error)) for error in _stream_errors(kinds["gpu"])]
     measures["advise_streams_gain_error_median_pct"] = float(np.median(gains))
     measures["advise_streams_gain_error_p90_pct"] = float(np.quantile(gains, 0.9))
     write_result(
@@ -297,11 +406,12 @@ def _judge(machine: str, fitted: dict[str, Coefficients], fit: dict[str, Any], m
         measures=measures,
         runs=runs,
         notes="Errors of predicted images/s over measured ones on rows that the fit did not see (advise_heldout.json): "
-        "same_device are unseen networks and batches on the H200, other_device are GPUs left out whole, published rows "
-        "among them; unsourced are published rows whose page was not found, which count nowhere else. left_out are "
-        "rows of the fit, with their network left out. Intervals: 90 % of the absolute logarithmic errors of left_out "
-        "by precision, widened by an assumed 0.5 on other devices and for training. streams_gain: images/s of 4 "
-        "streams over 1 at batches 8 and 128, predicted over measured, on the H200; streams were not fitted.",
+        "same_ are unseen networks and batches on the devices of the fit (an H200; two cores), other_ are devices left "
+        "out whole, published rows among them; unsourced are published rows whose page was not found, which count "
+        "nowhere else. left_out are rows of the fit, with their network left out. Intervals: 90 % of the absolute "
+        "logarithmic errors of left_out by precision, widened by an assumed 0.5 on other devices and for training. "
+        "streams_gain: images/s of 4 streams over 1 at batches 8 and 128, predicted over measured, on the H200; "
+        "streams were not fitted.",
     )
 
 

@@ -3,16 +3,19 @@
 import csv
 import io
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from components.common.contracts.errors import UserError
-from components.common.contracts.manifests import BundleManifest, load
+from components.common.contracts.manifests import MANIFEST, BundleManifest, load
 from components.common.runtimes.counting import count_model, count_onnx, training_memory
 from components.common.runtimes.onnx_files import read_onnx
+from components.common.tasks import TASKS, task_of
 from enginery.advise.roofline import (
+    MIG_PARTS,
+    Coefficients,
     Device,
     Prediction,
     Work,
@@ -21,6 +24,7 @@ from enginery.advise.roofline import (
     load_coefficients,
     predict,
     predict_training,
+    training_precision,
 )
 
 FITTED_ON = "H200"
@@ -28,7 +32,10 @@ PRICES = Path(__file__).with_name("prices.csv")
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _STREAMS = (1, 2, 4)
 _ENOUGH = 0.97  # of the highest rate: smaller batches and fewer streams answer sooner
+_FULL = 0.9  # of its speed, that a device is planned for: at all of it requests queue without end
+_QUEUE = math.log(100) / 2  # see _answer_s
 _SHARED = 0.5  # of a GPU: a load of at most that leaves room for others
+_OTHER_GB = 1.0  # of CUDA's context, libraries and workspace; assumed
 _MAX_PRICES_BYTES = 1 << 16
 
 
@@ -40,6 +47,8 @@ class Question:
     """A network by name, an ONNX file, or a bundle."""
     image_size: int | None = None
     """Side in pixels; None takes that of the file, or 224."""
+    num_classes: int = 0
+    """Outputs of a network by name; 0 for as many as its task usually has."""
     p99_s: float = 0.007
     """Longest time of 99 % of the requests."""
     qps: float | None = None
@@ -52,6 +61,8 @@ class Question:
     deadline_s: float | None = None
     budget: float | None = None
     """In the unit of `prices`: per hour for serving, of the whole training."""
+    decode_rate: float | str = "none"
+    """JPEG files per second that are decoded for each device; "gpu" for its own decoders, "none" for decoded images."""
     prices: Mapping[str, float] = field(default_factory=dict)
     """Per hour of one GPU."""
 
@@ -70,12 +81,17 @@ def read_prices(file: Path) -> dict[str, float]:
         if len(content) > _MAX_PRICES_BYTES:
             problem = f"it has more than {_MAX_PRICES_BYTES:,} bytes"
         for row in [] if problem else csv.DictReader(io.StringIO(content.decode())):
-            name, price = row.get("device") or "", float(row.get("usd_per_hour") or "nan")
+            name, text = row.get("device") or "", row.get("usd_per_hour") or ""
             if name not in devices():
                 problem = f"{name!r} is none of {', '.join(devices())}"
-            elif not 0 < price < math.inf:
-                problem = f"the price of {name} is no positive number"
-            prices[name] = price
+                break
+            try:
+                prices[name] = float(text)
+            except ValueError:
+                prices[name] = math.nan
+            if not 0 < prices[name] < math.inf:
+                problem = f"the price of {name}, {text!r}, is no positive number"
+                break
     except (OSError, ValueError, csv.Error) as error:
         problem = str(error)
     if problem or not prices:
@@ -87,141 +103,283 @@ def read_prices(file: Path) -> dict[str, float]:
     return prices
 
 
-def counted(question: Question) -> tuple[Work, str, int]:
-    """Return the model's work, its architecture ("" for an ONNX file), and the side of its images.
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What was counted."""
+
+    work: Work
+    architecture: str
+    """"" for an ONNX file."""
+    image_size: int
+    """The longer side."""
+    text: str
+    """For people."""
+
+
+def counted(question: Question) -> Model:
+    """Count the model.
 
     Raises:
         UserError: it is no network, file or bundle, or can't be counted.
     """
     path = Path(question.model)
-    if path.is_dir():
+    if question.image_size and ((path / MANIFEST).is_file() or path.suffix == ".onnx"):
+        raise UserError(
+            f"{path} has an image size of its own; leave out --image-size", code="size-is-fixed", setting="--image-size"
+        )
+    if (path / MANIFEST).is_file():
         manifest = load(path, BundleManifest).manifest
-        size = manifest.image_shapes.height
-        return Work(count_onnx(path / manifest.models["fp32"]), size), manifest.architecture, size
+        height, width = manifest.image_shapes.height, manifest.image_shapes.width
+        work = Work(count_onnx(path / manifest.models["fp32"]))
+        text = f"the bundle {path}, {manifest.architecture} at {height}x{width} px"
+        return Model(work=work, architecture=manifest.architecture, image_size=max(height, width), text=text)
     if path.suffix == ".onnx":
         inputs = read_onnx(path).graph.input[:1]
         sides = [each.dim_value for graph_input in inputs for each in graph_input.type.tensor_type.shape.dim[2:]]
-        size = question.image_size or max(sides, default=0) or 224
-        return Work(count_onnx(path), size), "", size
+        work = Work(count_onnx(path))
+        size = max(sides, default=0) or 224
+        text = f"the file {path} at {'x'.join(str(side or '?') for side in sides)} px"
+        return Model(work=work, architecture="", image_size=size, text=text)
     size = question.image_size or 224
-    return Work(count_model(question.model, size), size), question.model, size
+    try:
+        work = Work(count_model(question.model, size, question.num_classes))
+    except UserError as error:
+        if not path.is_dir():
+            raise
+        raise UserError(
+            f"{path} is a folder without {MANIFEST}, so no bundle, and {error}", code=error.code, setting="MODEL"
+        ) from error
+    num_classes = question.num_classes or TASKS[task_of(question.model)].usual_num_classes
+    text = f"the network {question.model} at {size}x{size} px with {num_classes:,} classes"
+    return Model(work=work, architecture=question.model, image_size=size, text=text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Engine:
+    """An engine and what is expected of it on one device."""
+
+    precision: str
+    batch: int
+    streams: int
+    prediction: Prediction
+    log_error: float
+    """The logarithm is off by at most this in 90 % of cases."""
+
+    @property
+    def low(self) -> float:
+        """Images per second at the slow end."""
+        return interval(self.prediction.images_per_s, self.log_error)[0]
+
+    def p99_s(self, qps: float | None, slowdown: float = 1.0) -> float:
+        """Time in which 99 % of requests are answered, at a load or at nearly all that it can do.
+
+        A request that just missed a batch waits for the next, then for its own; before it are images that came in
+        numbers too large for one batch. Their number is a random walk whose tail is exponential (Kingman, 1962): for
+        Poisson arrivals 1 % of the time there are at least log(100) / 2 * load / (1 - load).
+        """
+        speed = self.prediction.images_per_s / slowdown
+        load = min(_FULL, qps / self.num_devices(qps)[1] / speed) if qps else _FULL
+        return slowdown * self.prediction.batch_s + (self.batch + _QUEUE * load / (1 - load)) / speed
+
+    def p99_ms_range(self, qps: float | None) -> list[float]:
+        """At the fast and the slow end of the range."""
+        return [1e3 * self.p99_s(qps, math.exp(sign * self.log_error)) for sign in (-1, 1)]
+
+    def num_devices(self, qps: float | None) -> list[int]:
+        """Devices for a load at the fast and the slow end of the range."""
+        low, high = interval(self.prediction.images_per_s, self.log_error)
+        return [math.ceil((qps or 1) / _FULL / speed) for speed in (high, low)]
 
 
 def serving(question: Question) -> list[dict[str, Any]]:
-    """One row for each GPU: the fastest engine whose requests are answered in time.
-
-    A request may come when a batch has just begun: it waits for a free stream, then for its own batch.
-    """
-    work, _, _ = counted(question)
-    fitted, measures = load_coefficients()
+    """One row for each device: the fastest engine whose requests are answered in time, or the one that a load needs."""
+    work = counted(question).work
+    kinds, measures = load_coefficients()
     rows = []
     for device in devices().values():
-        best: tuple[str, int, int, Prediction] | None = None
-        rates = {}
-        for precision, coefficients in fitted.items():
-            found = _fastest(list(_in_time(work, device, precision, coefficients, question.p99_s)))
-            rates[precision] = found[2].images_per_s if found else None
-            if found and (best is None or found[2].images_per_s > best[3].images_per_s):
-                best = (precision, *found)
-        row: dict[str, Any] = {"gpu": device.device, "images_per_s_by_precision": rates}
+        fitted = kinds[device.kind]
+        errors = measures["log_error_90"][device.kind if device.device == FITTED_ON else f"other_{device.kind}"]
+        engines, problem = _engines(work, device, fitted, errors, question)
+        row: dict[str, Any] = {"gpu": device.device, "images_per_s_by_precision": {}}
+        for precision in fitted:
+            found = _fastest([each for each in engines if each.precision == precision])
+            row["images_per_s_by_precision"][precision] = found.prediction.images_per_s if found else None
+        best = _for_load(engines, question.qps) if question.qps else _fastest(engines)
         if best is None:
-            rows.append(row | {"images_per_s": None, "limit": "latency: no batch is answered in time"})
+            rows.append(row | {"images_per_s": None, "limit": problem})
             continue
-        precision, batch, streams, prediction = best
-        errors = measures["log_error_90" if device.device == FITTED_ON else "log_error_90_other_device"]
-        low, high = interval(prediction.images_per_s, errors[precision])
-        row |= {"precision": precision, "batch": batch, "streams": streams}
+        prediction, power_w = best.prediction, device.power_w
+        low, high = interval(prediction.images_per_s, best.log_error)
+        row |= {"precision": best.precision, "batch": best.batch, "streams": best.streams}
         row |= {"images_per_s": prediction.images_per_s, "low": low, "high": high}
-        row |= {"p99_ms": 1e3 * _answer_s(prediction, batch), "limit": prediction.limit}
-        row |= {"busy_pct": 100 * prediction.busy_share}
-        row |= {"memory_gb": work.memory_bytes(precision, batch, streams) / 1e9}
-        row |= {"images_per_s_per_w": prediction.images_per_s / device.power_w}
+        row |= {"p99_ms": 1e3 * best.p99_s(question.qps), "p99_ms_range": best.p99_ms_range(question.qps)}
+        row |= {"limit": prediction.limit, "busy_pct": 100 * prediction.busy_share}
+        row |= {"memory_gb": _memory_gb(work, device, best.precision, best.batch, best.streams)}
+        row |= _decoded(row, device, question)
+        row["images_per_s_per_w"] = row["images_per_s"] / power_w
         if question.qps:
-            row["num_gpus"] = [math.ceil(question.qps / high), math.ceil(question.qps / low)]
+            row["num_gpus"] = [math.ceil(question.qps / _FULL / row[name]) for name in ("high", "low")]
+            row["images_per_s_per_w"] = question.qps / row["num_gpus"][1] / power_w
         if device.device in question.prices:
             price = question.prices[device.device]
-            row["cost_per_million"] = price / prediction.images_per_s / 3600 * 1e6
             row["cost_per_hour"] = price * row["num_gpus"][1] if question.qps else price
-        row["sharing"], row["why"] = _sharing(device, prediction, streams, low, question.qps)
+            row["cost_per_million"] = row["cost_per_hour"] / (question.qps or row["images_per_s"]) / 3600 * 1e6
+        share = question.qps / max(each.low for each in engines) / _FULL if question.qps else 1.0
+        row["sharing"], row["why"] = _sharing(work, device, best, share, fitted, errors, question)
         rows.append(row)
     return _with_max_q(rows, "cost_per_hour", question.budget)
 
 
-def _in_time(
-    work: Work, device: Device, precision: str, fitted: Any, p99_s: float
-) -> Iterator[tuple[int, int, Prediction]]:
-    for streams in _STREAMS:
-        for batch in _BATCHES:
-            prediction = predict(work, device, precision, batch, fitted, streams)
-            fits = work.memory_bytes(precision, batch, streams) <= 1e9 * device.memory_gb
-            if fits and _answer_s(prediction, batch) <= p99_s:
-                yield batch, streams, prediction
+def _memory_gb(work: Work, device: Device, precision: str, batch: int, streams: int) -> float:
+    return work.memory_bytes(precision, batch, streams) / 1e9 + (_OTHER_GB if device.kind == "gpu" else 0.0)
 
 
-def _fastest(found: list[tuple[int, int, Prediction]]) -> tuple[int, int, Prediction] | None:
+def _engines(
+    work: Work, device: Device, fitted: Mapping[str, Coefficients], errors: Mapping[str, float], question: Question
+) -> tuple[list[_Engine], str]:
+    """Engines that fit and answer in time at the slow end of their range, if there are none in the middle of it.
+
+    Returns also what is in the way where there is none.
+    """
+    fit = [
+        _Engine(
+            precision=precision,
+            batch=batch,
+            streams=streams,
+            prediction=predict(work, device, precision, batch, coefficients, streams),
+            log_error=errors[precision],
+        )
+        for precision, coefficients in fitted.items()
+        for streams in _STREAMS
+        for batch in _BATCHES
+        if _memory_gb(work, device, precision, batch, streams) <= device.memory_gb
+    ]
+    if not fit:
+        least = min(_memory_gb(work, device, precision, 1, 1) for precision in fitted)
+        return [], f"memory: one image takes {least:.1f} GB"
+    surely = [each for each in fit if each.p99_ms_range(question.qps)[1] <= 1e3 * question.p99_s]
+    in_time = surely or [each for each in fit if each.p99_s(question.qps) <= question.p99_s]
+    soonest_s = min(each.p99_s(question.qps) for each in fit)
+    return in_time, f"latency: the soonest answer takes {1e3 * soonest_s:.3g} ms"
+
+
+def _fastest(engines: list[_Engine]) -> _Engine | None:
     """The first, of fewest streams and images, that is as fast as any."""
-    highest = max((prediction.images_per_s for _, _, prediction in found), default=0.0)
-    return next((each for each in found if each[2].images_per_s >= _ENOUGH * highest), None)
+    highest = max((each.prediction.images_per_s for each in engines), default=0.0)
+    enough = [each for each in engines if each.prediction.images_per_s >= _ENOUGH * highest]
+    return min(enough, key=lambda each: (each.streams, each.batch), default=None)
 
 
-def _answer_s(prediction: Prediction, batch: int) -> float:
-    return prediction.batch_s + batch / prediction.images_per_s
+def _for_load(engines: list[_Engine], qps: float) -> _Engine | None:
+    """The one that answers soonest of those that need the fewest devices."""
+    return min(engines, key=lambda each: (each.num_devices(qps)[1], each.p99_s(qps)), default=None)
 
 
-def _sharing(device: Device, prediction: Prediction, streams: int, low: float, qps: float | None) -> tuple[str, str]:
-    """MIG, MPS or neither, and the reason."""
-    load = qps / low if qps else 1.0
-    if load <= _SHARED and device.mig_instances:
-        parts = math.ceil(load * device.mig_instances)
-        return "MIG", f"{parts} of {device.mig_instances:.0f} parts carry the load; others run apart on the rest"
-    if load <= _SHARED:
-        return "MPS", f"the load takes {100 * load:.0f} % of it; processes of others can use the rest, not isolated"
-    busy = 100 * prediction.busy_share
-    return "neither", f"{streams} stream{'s' * (streams > 1)} of one process keep it {busy:.0f} % busy"
+def _decode_rate(device: Device, question: Question) -> float | None:
+    """JPEG files per second for each device; None where nothing is decoded or the rate is unknown."""
+    if question.decode_rate == "gpu":
+        return device.jpeg_per_s
+    return None if isinstance(question.decode_rate, str) else question.decode_rate
+
+
+def _decoded(row: Mapping[str, Any], device: Device, question: Question) -> dict[str, Any]:
+    """What decoding changes of a row's speed."""
+    rate = _decode_rate(device, question)
+    if rate is None:
+        return {"decode_per_s": "unknown"} if question.decode_rate == "gpu" else {}
+    speeds = {name: min(row[name], rate) for name in ("images_per_s", "low", "high")}
+    return speeds | {"decode_per_s": rate} | ({"limit": "decoder"} if rate < row["images_per_s"] else {})
+
+
+def _sharing(
+    work: Work,
+    device: Device,
+    engine: _Engine,
+    load: float,
+    fitted: Mapping[str, Coefficients],
+    errors: Mapping[str, float],
+    question: Question,
+) -> tuple[str, str]:
+    """MIG, MPS or neither, and the reason; `load` is the share of what the device can do in time."""
+    if device.kind == "cpu":
+        return "neither", "a CPU has none"
+    busy = 100 * engine.prediction.busy_share
+    whole = f"{engine.streams} stream{'s' * (engine.streams > 1)} of one process keep it {busy:.0f} % busy"
+    if load > _SHARED:
+        return "neither", whole
+    for parts in MIG_PARTS if device.mig_instances else ():
+        engines, _ = _engines(work, device.part(parts), fitted, errors, question)
+        best = _for_load(engines, question.qps or 1)
+        if best is None or parts >= device.mig_instances or best.num_devices(question.qps) != [1, 1]:
+            continue
+        times = best.p99_ms_range(question.qps)
+        if times[1] <= 1e3 * question.p99_s:
+            text = f"a part of {parts} of {device.mig_instances:.0f} carries the load in {best.precision.upper()} and"
+            return "MIG", f"{text} answers in {times[0]:.2g} to {times[1]:.2g} ms; others run apart on the rest"
+    of_parts = "no smaller part of it answers in time, but " if device.mig_instances else ""
+    share = f"the load takes {100 * load:.0f} % of it"
+    return "MPS", f"{of_parts}{share}; processes of others can use the rest, not isolated"
 
 
 def training(question: Question) -> list[dict[str, Any]]:
-    """One row for each GPU: training in 16 bits with SGD on one, and how many meet the deadline.
+    """One row for each device: training with SGD on one, in 16 bits on GPUs, and how many meet the deadline.
 
     Raises:
         UserError: of an ONNX file no training is known.
     """
-    work, architecture, size = counted(question)
-    if not architecture:
+    model = counted(question)
+    if not model.architecture:
         raise UserError(
             f"{question.model}: an ONNX file says nothing of its training; give the network's name",
             code="not-trainable",
             setting="MODEL",
         )
-    memory = training_memory(architecture, size, half=True)
-    fitted, measures = load_coefficients()
+    kinds, measures = load_coefficients()
+    memories = {
+        kind: training_memory(
+            model.architecture, model.image_size, num_classes=question.num_classes, half=kind == "gpu"
+        )
+        for kind in kinds
+    }
     rows = []
     for device in devices().values():
-        largest = memory.largest_batch(int(1e9 * device.memory_gb))
+        precision, memory = training_precision(device), memories[device.kind]
+        largest = memory.largest_batch(int(1e9 * (device.memory_gb - _OTHER_GB)))
         batch = min(question.batch, largest)
         row: dict[str, Any] = {"gpu": device.device, "fits": largest >= question.batch, "largest_batch": largest}
         if not batch:
-            rows.append(row | {"images_per_s": None, "limit": "memory: not one image fits"})
+            needed = memory.needed_bytes(1) / 1e9 + _OTHER_GB
+            rows.append(row | {"images_per_s": None, "limit": f"memory: one image takes {needed:.1f} GB"})
             continue
-        factor = measures["training_bytes_factor"]
-        prediction = predict_training(work, device, batch, memory.per_image_bytes, fitted["fp16"], factor)
+        factor, fitted = measures["training_bytes_factor"], kinds[device.kind][precision]
+        prediction = predict_training(model.work, device, batch, memory.per_image_bytes, fitted, factor)
         # One network on one GPU says nothing about others: the wider interval everywhere.
-        low, high = interval(prediction.images_per_s, measures["log_error_90_other_device"]["fp16"])
-        row |= {"precision": "fp16", "batch": batch, "memory_gb": memory.needed_bytes(batch) / 1e9}
+        low, high = interval(prediction.images_per_s, measures["log_error_90"][f"other_{device.kind}"][precision])
+        row |= {"precision": precision, "batch": batch, "memory_gb": memory.needed_bytes(batch) / 1e9 + _OTHER_GB}
         row |= {"images_per_s": prediction.images_per_s, "low": low, "high": high, "limit": prediction.limit}
-        row |= {"images_per_s_per_w": prediction.images_per_s / device.power_w}
+        row |= _decoded(row, device, question)
+        row |= {"images_per_s_per_w": row["images_per_s"] / device.power_w}
+        if batch < question.batch:
+            row["limit"] = f"memory: {batch:,} of {question.batch:,} images fit"
         if question.images:
-            hours, most = (question.images * question.epochs / speed / 3600 for speed in (high, low))
-            expected = question.images * question.epochs / prediction.images_per_s / 3600
-            row |= {"hours_on_one": expected, "hours_on_one_range": [hours, most]}
-            row |= {"kwh_at_most": expected * device.power_w / 1000}
-            if question.deadline_s:
-                deadline_h, scaling = question.deadline_s / 3600, measures["training_scaling"]
-                row["num_gpus"] = [_num_gpus(hours, deadline_h, scaling), _num_gpus(most, deadline_h, scaling)]
-            if device.device in question.prices:
-                row["cost"] = expected * question.prices[device.device]
+            row |= _of_a_training(row, device, question, measures["training_scaling"])
         rows.append(row)
     return _with_max_q(rows, "cost", question.budget)
+
+
+def _of_a_training(row: Mapping[str, Any], device: Device, question: Question, scaling: float) -> dict[str, Any]:
+    """Hours, energy, number of devices and cost."""
+    images = (question.images or 0) * question.epochs
+    least, expected, most = (images / row[name] / 3600 for name in ("high", "images_per_s", "low"))
+    result: dict[str, Any] = {"hours_on_one": expected, "hours_on_one_range": [least, most]}
+    result["kwh_at_most"] = most * device.power_w / 1000
+    if question.deadline_s:
+        deadline_h = question.deadline_s / 3600
+        result["num_gpus"] = [_num_gpus(hours, deadline_h, scaling) for hours in (least, most)]
+    if device.device in question.prices:
+        price = question.prices[device.device]
+        result |= {"cost": expected * price, "cost_range": [least * price, most * price]}
+    return result
 
 
 def _num_gpus(hours: float, deadline_h: float, scaling: float) -> int:
@@ -238,3 +396,20 @@ def _with_max_q(rows: list[dict[str, Any]], cost: str, budget: float | None) -> 
     ]
     best = max(within, key=lambda row: float(row["images_per_s_per_w"]), default=None)
     return [row | {"max_q": row is best} for row in rows]
+
+
+def remarks(rows: list[dict[str, Any]], question: Question) -> list[str]:
+    """What a table leaves open, in sentences."""
+    best = next((row for row in rows if row["max_q"]), None)
+    lines = []
+    if best and "why" in best:
+        lines.append(f"{best['gpu']}: {best['sharing'].replace('neither', 'neither MPS nor MIG')}, {best['why']}.")
+    if best is None and any(row["images_per_s"] for row in rows):
+        lines.append(f"No device keeps to a budget of {question.budget:g}; those without a price can't.")
+    if any(row.get("decode_per_s") == "unknown" for row in rows):
+        names = ", ".join(row["gpu"] for row in rows if row.get("decode_per_s") == "unknown")
+        lines.append(f"How fast JPEG files are decoded is unknown of {names}: --decode-rate N gives what was measured.")
+    late = [row["gpu"] for row in rows if row.get("p99_ms_range", [0, 0])[1] > 1e3 * question.p99_s]
+    if late:
+        lines.append(f"Not in time at the slow end of the range: {', '.join(late)}.")
+    return lines

@@ -10,33 +10,30 @@ from markupsafe import Markup
 
 from components.common.data.pages import templates
 from components.validate.charts import GROUND, MARKERS, SERIES, STYLE, TEXT, as_svg, logarithmic, new_axes
-from enginery.advise.answers import FITTED_ON, Question, counted
+from enginery.advise.answers import FITTED_ON, Model, Question, counted, remarks
 from enginery.advise.roofline import Device, devices, kernel_bytes, kernel_seconds, load_coefficients
 
 _OWN = Path(__file__).with_name("templates")
-_KINDS = ("convolution", "grouped", "matrix product", "depthwise")
-_SHAPES = ("o", "^", "s", "D")
+_KINDS = ("convolution", "grouped", "matrix product", "depthwise", "wide depthwise")
+_SHAPES = ("o", "^", "s", "D", "v")
 
 
 def cost_chart(rows: Sequence[dict[str, Any]], cost: str, label: str) -> str:
-    """Cost over images per second of one GPU, with ranges. SVG; "" where fewer than two have a price."""
+    """Cost over images per second of one device, with ranges. SVG; "" where fewer than two have a price."""
     priced = [row for row in rows if row.get(cost)]
     if len(priced) < 2:
         return ""
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "advise cost"}):
-        figure, axes = new_axes("images per second of one GPU", label)
-        for index, row in enumerate(sorted(priced, key=lambda row: float(row["images_per_s"]))):
-            style, above = row["precision"], index % 2 == 0
+        figure, axes = new_axes("images per second of one device", label)
+        for row in priced:
+            style = row["precision"]
             color = SERIES[style]
             axes.plot([row["low"], row["high"]], [row[cost]] * 2, color=color, linewidth=0.8)
             axes.plot(row["images_per_s"], row[cost], color=color, marker=MARKERS[style], linestyle="none")
-            place: dict[str, Any] = {
-                "xytext": (0, 6 if above else -6),
-                "va": "bottom" if above else "top",
-                "ha": "center",
-            }
-            axes.annotate(row["gpu"], (row["images_per_s"], row[cost]), textcoords="offset points", fontsize=8, **place)
-        logarithmic(axes, "x", [row[key] for row in priced for key in ("low", "high")], 5)
+            place: dict[str, Any] = {"xytext": (3, 0), "textcoords": "offset points", "va": "center"}
+            axes.annotate(row["gpu"], (row["high"], row[cost]), fontsize=8, **place)
+        room = 2  # for the names
+        logarithmic(axes, "x", [*(row["low"] for row in priced), *(room * row["high"] for row in priced)], 5)
         logarithmic(axes, "y", [row[cost] for row in priced])
         for style in sorted({row["precision"] for row in priced}):
             axes.plot([], [], color=SERIES[style], marker=MARKERS[style], linestyle="none", label=style.upper())
@@ -44,13 +41,13 @@ def cost_chart(rows: Sequence[dict[str, Any]], cost: str, label: str) -> str:
         return as_svg(figure)
 
 
-def roofline_chart(question: Question, device: Device, precision: str, batch: int) -> str:
+def roofline_chart(model: Model, device: Device, precision: str, batch: int) -> str:
     """Predicted FLOP/s of each kernel that multiplies, over its FLOPs per byte, under the data sheet's roof. SVG."""
-    work, _, _ = counted(question)
-    fitted, _ = load_coefficients()
-    arithmetic, memory, waiting = kernel_seconds(work, device, precision, batch, fitted[precision])
+    work = model.work
+    fitted = load_coefficients()[0][device.kind][precision]
+    arithmetic, memory, waiting = kernel_seconds(work, device, precision, batch, fitted)
     multiplies = work.flops > 0
-    seconds = (np.hypot(arithmetic, memory) + waiting)[multiplies]
+    seconds = (np.maximum(arithmetic, memory) + waiting)[multiplies]
     flops = batch * work.flops[multiplies]
     x, y = flops / kernel_bytes(work, precision, batch)[multiplies], flops / seconds / 1e12
     kinds, size = work.kind[multiplies], 12 + 200 * seconds / seconds.sum()
@@ -64,7 +61,7 @@ def roofline_chart(question: Question, device: Device, precision: str, batch: in
         for kind, (name, shape) in enumerate(zip(_KINDS, _SHAPES, strict=True)):
             chosen = kinds == kind
             if chosen.any():
-                color = SERIES[("int8", "fp16", "fp32", "fp16")[kind]]
+                color = SERIES[("int8", "fp16", "fp32", "fp16", "fp16")[kind]]
                 axes.scatter(
                     x[chosen], y[chosen], s=size[chosen], marker=shape, color=color, edgecolors=GROUND,
                     linewidths=0.4, label=name,
@@ -78,14 +75,14 @@ def roofline_chart(question: Question, device: Device, precision: str, batch: in
 
 def page(rows: Sequence[dict[str, Any]], workload: str, question: Question, prices: str) -> str:
     """One HTML file, complete in itself."""
-    best = next((row for row in rows if row["max_q"]), None)
-    cost, label = ("cost", "cost of the training on one GPU")
+    model, best = counted(question), next((row for row in rows if row["max_q"]), None)
+    cost, label = ("cost", "cost of the training on one device")
     if workload == "serve":
         cost, label = ("cost_per_million", "cost of a million images")
     charts = {"cost": cost_chart(rows, cost, label), "roofline": ""}
     if best is not None:
         device = devices()[best["gpu"]]
-        charts["roofline"] = roofline_chart(question, device, best["precision"], best["batch"])
+        charts["roofline"] = roofline_chart(model, device, best["precision"], best["batch"])
     return (
         templates(_OWN, filters={"range": _range})
         .get_template("advise.html.j2")
@@ -93,6 +90,8 @@ def page(rows: Sequence[dict[str, Any]], workload: str, question: Question, pric
             rows=rows,
             workload=workload,
             question=question,
+            counted=model.text,
+            remarks=remarks(list(rows), question),
             best=best,
             prices=prices,
             fitted_on=FITTED_ON,

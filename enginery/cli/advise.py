@@ -3,18 +3,41 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import write_atomically
 from enginery.cli.options import PATH, duration, finite
+
+if TYPE_CHECKING:
+    from enginery.advise.answers import Question
+
+
+def _decode_rate(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | str | None:
+    if text is None or text in ("gpu", "none"):
+        return text
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < 1e12:
+        raise UserError(
+            f"--decode-rate {text}: write gpu, none, or JPEG files per second, such as 5000",
+            code="invalid-numbers",
+            setting="--decode-rate",
+        )
+    return rate
 
 
 @click.command()
 @click.argument("model")
 @click.option("--workload", default="serve", type=click.Choice(["train", "serve"]), show_default=True)
 @click.option("--image-size", type=click.IntRange(16, 4096), help="Side, in pixels.  [default: the file's, or 224]")
+@click.option(
+    "--num-classes", default=0, type=click.IntRange(0, 10**6), help="Of a network.  [default: as its task usually has]"
+)
 @click.option("--qps", type=click.FloatRange(0, min_open=True), callback=finite, help="Images per second to serve.")
 @click.option(
     "--p99",
@@ -31,6 +54,13 @@ from enginery.cli.options import PATH, duration, finite
     "--deadline", "deadline_s", callback=duration("h"), metavar="TIME", help="Of the training, such as 8h or 2d."
 )
 @click.option("--batch", default=256, type=click.IntRange(1, 10**6), show_default=True, help="Of a training, per GPU.")
+@click.option(
+    "--decode-rate",
+    callback=_decode_rate,
+    metavar="gpu|none|N",
+    help="JPEG files per second that each device gets decoded: by its own decoders, or N.  "
+    "[default: none, for decoded images; for training gpu]",
+)
 @click.option(
     "--prices", type=PATH, metavar="FILE.csv", help="Columns device and usd_per_hour.  [default: those shipped]"
 )
@@ -71,9 +101,13 @@ def advise(
     if data is not None:
         _how_much_data(model, data, config, num_runs, as_json=as_json)
         return
-    from enginery.advise.answers import PRICES, Question, read_prices, serving, training
+    if html is not None and not html.parent.is_dir():
+        raise UserError(f"--html {html}: there is no folder {html.parent}", code="no-folder", setting="--html")
+    from enginery.advise.answers import PRICES, Question, counted, read_prices, serving, training
 
+    options["decode_rate"] = options["decode_rate"] or ("gpu" if workload == "train" else "none")
     question = Question(model=model, prices=read_prices(prices or PRICES), **options)
+    text = counted(question).text
     rows = training(question) if workload == "train" else serving(question)
     prices_text = str(prices) if prices else "prices.csv of enginery/advise, whose rows name date and source"
     if html is not None:
@@ -81,9 +115,10 @@ def advise(
 
         write_atomically(html, page(rows, workload, question, prices_text).encode())
     if as_json:
-        click.echo(json.dumps({"model": model, "workload": workload, **options, "gpus": rows}, indent=1))
+        asked = {"model": model, "counted": text, "workload": workload, **options}
+        click.echo(json.dumps({**asked, "gpus": rows}, indent=1))
         return
-    _print(rows, workload, prices_text)
+    _print(rows, workload, question, text, prices_text)
 
 
 def _how_much_data(model: str, data: Path, config: Path | None, num_runs: int, *, as_json: bool) -> None:
@@ -119,59 +154,61 @@ def _how_much_data(model: str, data: Path, config: Path | None, num_runs: int, *
     click.echo(verdict(twice))
 
 
-# Columns: heading, key, form of the number.
+# Columns: heading, keys, form of the number.
 _SERVING = (
-    ("precision", "precision", ""),
-    ("batch", "batch", ""),
-    ("streams", "streams", ""),
-    ("images/s", "images_per_s", ",.0f"),
+    ("precision", ("precision",), ""),
+    ("batch", ("batch",), ""),
+    ("streams", ("streams",), ""),
+    ("images/s", ("images_per_s",), ",.0f"),
     ("range", ("low", "high"), ",.0f"),
-    ("p99 ms", "p99_ms", ".2f"),
-    ("GPUs", "num_gpus", ""),
-    ("per million", "cost_per_million", ".3f"),
-    ("per hour", "cost_per_hour", ".2f"),
-    ("images/s/W", "images_per_s_per_w", ".1f"),
-    ("limit", "limit", ""),
-    ("MPS, MIG", "sharing", ""),
+    ("p99 ms", ("p99_ms_range",), ".3g"),
+    ("devices", ("num_gpus",), ","),
+    ("GB", ("memory_gb",), ".1f"),
+    ("per million", ("cost_per_million",), ".2g"),
+    ("per hour", ("cost_per_hour",), ".2f"),
+    ("img/s/W", ("images_per_s_per_w",), ".3g"),
+    ("limit", ("limit",), ""),
+    ("share", ("sharing",), ""),
 )
 _TRAINING = (
-    ("batch", "batch", ""),
-    ("largest", "largest_batch", ""),
-    ("GB", "memory_gb", ".1f"),
-    ("images/s", "images_per_s", ",.0f"),
+    ("batch", ("batch",), ","),
+    ("largest", ("largest_batch",), ","),
+    ("GB", ("memory_gb",), ".1f"),
+    ("images/s", ("images_per_s",), ",.0f"),
     ("range", ("low", "high"), ",.0f"),
-    ("hours on one", "hours_on_one", ",.1f"),
-    ("GPUs", "num_gpus", ""),
-    ("kWh at most", "kwh_at_most", ",.1f"),
-    ("cost on one", "cost", ",.2f"),
-    ("images/s/W", "images_per_s_per_w", ".1f"),
-    ("limit", "limit", ""),
+    ("hours on one", ("hours_on_one_range",), ",.3g"),
+    ("devices", ("num_gpus",), ","),
+    ("kWh at most", ("kwh_at_most",), ",.3g"),
+    ("cost on one", ("cost_range",), ",.3g"),
+    ("img/s/W", ("images_per_s_per_w",), ".3g"),
+    ("limit", ("limit",), ""),
 )
 
 
-def _print(rows: list[dict[str, Any]], workload: str, prices: str) -> None:
+def _print(rows: list[dict[str, Any]], workload: str, question: "Question", counted: str, prices: str) -> None:
     from rich.table import Table
 
-    from enginery.advise.answers import FITTED_ON
+    from enginery.advise.answers import FITTED_ON, remarks
     from enginery.formats import new_console
 
     columns = [
-        (heading, keys if isinstance(keys, tuple) else (keys,), form)
+        (heading, keys, form)
         for heading, keys, form in (_TRAINING if workload == "train" else _SERVING)
-        if any((keys[0] if isinstance(keys, tuple) else keys) in row for row in rows)
+        if any(keys[0] in row for row in rows)
     ]
-    table = Table("GPU", *(heading for heading, _, _ in columns))
+    table = Table(
+        "device", *(heading for heading, _, _ in columns), title=f"{workload}: {counted}", title_justify="left"
+    )
     for row in rows:
         cells = (_cell([row.get(key) for key in keys], form) for _, keys, form in columns)
         table.add_row(row["gpu"] + " Max-Q" * row["max_q"], *cells)
     console = new_console()
     console.print(table)
-    for row in rows:
-        if row["max_q"] and "why" in row:
-            console.print(f"{row['gpu']}: {row['sharing']}, {row['why']}.")
+    for line in remarks(rows, question):
+        console.print(line)
     console.print(
-        f"Fitted on an {FITTED_ON}; other GPUs follow from their data sheets. Ranges are meant for 9 in 10 networks: "
-        f"docs/advise.md. Costs by {prices}.",
+        f"Fitted on an {FITTED_ON} and on two CPU cores; others follow from their data sheets. Ranges are meant for 9 "
+        f"in 10 networks: docs/advise.md. Costs by {prices}.",
         style="dim",
     )
 

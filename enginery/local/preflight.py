@@ -41,9 +41,10 @@ from enginery.formats import size_text
 if TYPE_CHECKING:
     from components.common.runtimes.counting import TrainingMemory
 
-# What the activations of the largest of torchvision's classifiers, vit_h_14, take in FP32, per image and pixel: where
-# as much fits, nothing need be counted.
+# What the activations of the largest of torchvision's classifiers, vit_h_14, take in FP32, per image and pixel, and its
+# weights, their gradients and two moments: where as much fits, nothing need be counted.
 _MOST_BYTES_PER_PIXEL = 14_000
+_MOST_FIXED_BYTES = 632_045_800 * 16
 _REST_BYTES = 2 * 10**9  # PyTorch, DALI's buffers
 _MIN_BATCH = 8  # with fewer images BatchNorm learns little
 _MAX_OPENED = 256  # files that are opened to see whether any is an image
@@ -360,7 +361,11 @@ def check_memory(arguments: Mapping[str, Any]) -> str:
     devices, image_size = gpus(), _image_size(arguments)
     batch_size = _images_at_once(arguments, len(devices))
     memory_bytes = min(gpu.memory_bytes for gpu in devices) if devices else _memory()[1]
-    if batch_size * image_size**2 * _MOST_BYTES_PER_PIXEL + _REST_BYTES <= memory_bytes:
+    is_small = not arguments["architecture"].startswith("timm/")
+    if (
+        is_small
+        and batch_size * image_size**2 * _MOST_BYTES_PER_PIXEL + _MOST_FIXED_BYTES + _REST_BYTES <= memory_bytes
+    ):
         return ""
     memory = training_memory(arguments)
     if memory is None:
@@ -374,6 +379,8 @@ def check_memory(arguments: Mapping[str, Any]) -> str:
         return ""
     needs = f"{start} CPU takes about {size_text(needed_bytes)} of memory"
     fitting = memory.largest_batch(available_bytes - _REST_BYTES) // _MIN_BATCH * _MIN_BATCH
+    if memory.fixed_bytes + _REST_BYTES > total_bytes:
+        needs += f", {size_text(memory.fixed_bytes)} of it for weights, gradients and optimizer at any batch"
     smaller = f"--global-batch-size {fitting}, " if fitting else ""
     fix = f"Try {smaller}a smaller --image-size than {image_size}, or a machine with an NVIDIA GPU"
     if needed_bytes > total_bytes:
@@ -388,12 +395,16 @@ def _check_gpu_memory(arguments: Mapping[str, Any], memory: "TrainingMemory", ba
     if needed_bytes <= gpu.memory_bytes:
         return ""
     # Gradients accumulate over equal parts.
-    fitting = next((n for n in range(memory.largest_batch(gpu.memory_bytes), 0, -1) if batch_size % n == 0), 0)
-    smaller = f"--set train.per_gpu_batch_size={fitting}, " if fitting else ""
-    return (
-        f"{start} takes about {size_text(needed_bytes)} of memory, and {gpu.name} has {size_text(gpu.memory_bytes)}. "
-        f"Try {smaller}or a smaller --image-size than {_image_size(arguments)}"
-    )
+    largest = memory.largest_batch(gpu.memory_bytes)
+    fitting = next((n for n in range(largest, 0, -1) if batch_size % n == 0), 0)
+    text = f"{start} takes about {size_text(needed_bytes)} of memory, and {gpu.name} has {size_text(gpu.memory_bytes)}"
+    smaller = f"or a smaller --image-size than {_image_size(arguments)}"
+    if fitting:
+        return f"{text}. At most {largest} images fit: try --set train.per_gpu_batch_size={fitting}, {smaller}"
+    if memory.fixed_bytes > gpu.memory_bytes:
+        fixed = size_text(memory.fixed_bytes)
+        return f"{text}: weights, gradients and optimizer alone take {fixed}. Try a smaller network or a larger GPU"
+    return f"{text}, too little for one image. Try {smaller.removeprefix('or ')}"
 
 
 def _memory() -> tuple[int, int]:

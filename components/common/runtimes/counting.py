@@ -3,6 +3,7 @@
 PyTorch models run once on fake tensors, which have shapes and no numbers; of ONNX files the shapes are inferred.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,22 @@ _PRODUCTS = {
     _ATEN.baddbmm.default: "MatMul",
 }
 _MIN_TRACED = 2  # BatchNorm can't train on a single number per channel
+# Parts of names of operations that write where they read: an engine computes them inside of the one before.
+_IN_PLACE = (
+    "norm",
+    "relu",
+    "hardtanh",
+    "clip",
+    "clamp",
+    "add",
+    "mul",
+    "swish",
+    "sigmoid",
+    "silu",
+    "gelu",
+    "erf",
+    "div",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +76,10 @@ class Count:
 
     layers: tuple[Layer, ...]
     num_parameters: int
+    image_values: int
+    """Numbers of the input, as it is copied to the device."""
     live_values: int
-    """Most numbers that one operation reads and writes, without parameters: what an engine needs at least."""
+    """Most numbers of tensors that live at once between operations, without parameters and images."""
 
     @property
     def macs(self) -> int:
@@ -99,11 +118,49 @@ def count_model(architecture: str, image_size: int, num_classes: int = 0) -> Cou
         FakeTensorMode() as mode,
     ):
         state = _fake_state(model, mode)
-        recorder.parameters = {_storage(tensor) for tensor in state.values()}
+        images = torch.empty(1, 3, image_size, image_size)
+        recorder.parameters, recorder.variables = {_storage(tensor) for tensor in state.values()}, {_storage(images)}
         with recorder:
-            functional_call(model, state, (torch.empty(1, 3, image_size, image_size),))
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Count(layers=tuple(recorder.layers), num_parameters=num_parameters, live_values=recorder.most_alive)
+            functional_call(model, state, (images,))
+    return Count(
+        layers=tuple(recorder.layers),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        image_values=3 * image_size**2,
+        live_values=_most_alive(recorder.steps),
+    )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An operation as its tensors' lives see it; tensors are numbers."""
+
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    values: int
+    """Numbers of what it writes; 0 where it writes into what it reads."""
+    in_place: bool
+
+
+def _most_alive(steps: Sequence[_Step]) -> int:
+    """Largest sum of numbers of tensors that are written and not yet read for the last time."""
+    last = {tensor: index for index, step in enumerate(steps) for tensor in (*step.reads, *step.writes)}
+    alive: dict[int, int] = {}
+    most = 0
+    for index, step in enumerate(steps):
+        if step.values:
+            dying = [each for each in step.reads if last[each] == index and alive.get(each, 0) >= step.values]
+            if step.in_place and dying:
+                del alive[dying[0]]
+            alive[step.writes[0]] = step.values
+        most = max(most, sum(alive.values()))
+        for tensor in (*step.reads, *step.writes):
+            if last[tensor] == index:
+                alive.pop(tensor, None)
+    return most
+
+
+def _is_in_place(operator: str) -> bool:
+    return "layer_norm" not in operator.lower() and any(part in operator.lower() for part in _IN_PLACE)
 
 
 def training_memory(
@@ -132,9 +189,10 @@ def training_memory(
     task = load_task(task_of(architecture))
     prepare(model)
     with _translate_errors(architecture, image_size):
-        kept = _kept_bytes(model, task, image_size, _MIN_TRACED, half)
-        # Beside what grows with the batch there are 16-bit copies of weights, so that takes a second look.
-        more = _kept_bytes(model, task, image_size, 2 * _MIN_TRACED, half) if half else 2 * kept
+        kept, more = (
+            _kept_bytes(model, task, image_size, batch_size, half)
+            for batch_size in (_MIN_TRACED, 2 * _MIN_TRACED)  # 16-bit copies of weights and anchors don't grow
+        )
     per_image = (more - kept) // _MIN_TRACED
     all_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     trained_bytes = sum(each.numel() * each.element_size() for each in model.parameters() if each.requires_grad)
@@ -197,13 +255,16 @@ def _translate_errors(architecture: str, image_size: int) -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every operation of one image, and the most numbers that one of them reads and writes."""
+    """Notes every operation of one image."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.layers: list[Layer] = []
         self.parameters: set[int] = set()
-        self.most_alive = 0
+        self.variables: set[int] = set()  # storages that depend on the images; engines compute others when built
+        self.steps: list[_Step] = []
+        self._next = itertools.count()
+        self._numbers: dict[int, int] = {}  # of storages that were written; one may be freed and its place used again
 
     def __torch_dispatch__(
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -215,10 +276,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fresh = [each for each in outputs if _storage(each) not in read]
         if not fresh and function not in _PRODUCTS and function._opname[-1:] != "_":  # a view
             return result
+        made = {_storage(each) for each in fresh}
+        if not self.variables & {_storage(each) for each in _tensors(args)}:
+            self.parameters |= made
+            self.variables -= made
+            return result
+        self.variables |= made
+        self.parameters -= made
         weights = [each for each in inputs if _storage(each) in self.parameters]
         values = sum(each.numel() for each in inputs if _storage(each) not in self.parameters)
         written = sum(each.numel() for each in outputs[:1])
-        self.most_alive = max(self.most_alive, values + written)
         operator = _PRODUCTS.get(function, str(function._opname).removeprefix("_"))
         self.layers.append(
             Layer(
@@ -231,6 +298,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 output_values=written,
             )
         )
+        reads = tuple(self._numbers[storage] for storage in read if storage in self._numbers)
+        for each in fresh:
+            self._numbers[_storage(each)] = next(self._next)
+        writes = tuple(self._numbers[_storage(each)] for each in fresh[:1])
+        self.steps.append(_Step(reads, writes, written if fresh else 0, _is_in_place(operator)))
         return result
 
 
@@ -256,7 +328,7 @@ def count_onnx(path: Path) -> Count:
     Raises:
         UserError: it can't be read, or its shapes can't be inferred.
     """
-    graph = _with_shapes(read_onnx(path), path)
+    graph, batch_size = _with_shapes(read_onnx(path), path)
     shapes = {
         value.name: tuple(dimension.dim_value for dimension in value.type.tensor_type.shape.dim)
         for value in (*graph.value_info, *graph.input, *graph.output)
@@ -267,9 +339,14 @@ def count_onnx(path: Path) -> Count:
             constants[node.output[0]] = tuple(node.attribute[0].t.dims)
         if node.op_type in ("QuantizeLinear", "DequantizeLinear", "Cast", "Identity") and node.input[0] in constants:
             constants[node.output[0]] = constants[node.input[0]]
-    layers, sizes = [], {name: prod(shape) for name, shape in (shapes | constants).items()}
+    images = [value.name for value in graph.input if value.name not in constants]
+    layers, steps, sizes = [], [], {name: prod(shape) for name, shape in (shapes | constants).items()}
+    numbers: dict[str, int] = {}  # of tensors; a view has that of what it views
     for node in graph.node:
-        if node.op_type in _FREE or all(name in constants for name in node.output):
+        if all(name in constants for name in node.output):
+            continue
+        if node.op_type in _FREE:
+            numbers |= {name: numbers[node.input[0]] for name in node.output if node.input and node.input[0] in numbers}
             continue
         unknown = [name for name in node.output if name and name not in shapes]
         if unknown and node.op_type in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
@@ -284,16 +361,24 @@ def count_onnx(path: Path) -> Count:
             Layer(
                 name=node.name or node.output[0],
                 operator=operator,
-                macs=_onnx_macs(node, shapes | constants),
+                macs=_onnx_macs(node, shapes | constants) // batch_size,
                 groups=_attribute(node, "group", 1) if operator == "Conv" else 1,
                 num_parameters=sum(sizes[name] for name in weights),
-                input_values=sum(sizes.get(name, 0) for name in values),
-                output_values=sum(sizes.get(name, 0) for name in node.output),
+                input_values=sum(sizes.get(name, 0) for name in values) // batch_size,
+                output_values=sum(sizes.get(name, 0) for name in node.output) // batch_size,
             )
         )
-    num_parameters = sum(prod(tensor.dims) for tensor in graph.initializer)
-    most = max((layer.input_values + layer.output_values for layer in layers), default=0)
-    return Count(layers=tuple(layers), num_parameters=num_parameters, live_values=most)
+        reads = tuple(numbers[name] for name in values if name in numbers)
+        writes = [name for name in node.output if name]
+        numbers |= {name: len(numbers) + index for index, name in enumerate(writes)}
+        written = layers[-1].output_values
+        steps.append(_Step(reads, tuple(numbers[name] for name in writes), written, _is_in_place(operator)))
+    return Count(
+        layers=tuple(layers),
+        num_parameters=sum(prod(tensor.dims) for tensor in graph.initializer),
+        image_values=sum(sizes.get(name, 0) for name in images) // batch_size,
+        live_values=_most_alive(steps),
+    )
 
 
 # What an engine does while it reads or writes, or what is no work at all.
@@ -301,13 +386,17 @@ _FREE = {"Cast", "Constant", "DequantizeLinear", "Flatten", "Identity", "Quantiz
 _FREE |= {"Squeeze", "Unsqueeze"}
 
 
-def _with_shapes(model: onnx.ModelProto, path: Path) -> onnx.GraphProto:
+def _with_shapes(model: onnx.ModelProto, path: Path) -> tuple[onnx.GraphProto, int]:
+    """The graph with inferred shapes, and the images of its batch: 1 where the file leaves it open."""
+    sizes = []
     for value in model.graph.input:
         for dimension in value.type.tensor_type.shape.dim[:1]:
-            dimension.dim_value = 1  # one image, whatever the batch is called
+            dimension.dim_value = max(1, dimension.dim_value)
+            sizes.append(dimension.dim_value)
+    batch_size = sizes[0] if sizes else 1
     del model.graph.value_info[:]  # of another batch, maybe
     try:
-        return shape_inference.infer_shapes(model, strict_mode=False, data_prop=True).graph
+        return shape_inference.infer_shapes(model, strict_mode=False, data_prop=True).graph, batch_size
     except Exception as error:  # whatever the C++ code raises on a hostile file
         raise UserError(f"{path}: its shapes can't be inferred ({shortened(error)})", code="shapes-unknown") from None
 
