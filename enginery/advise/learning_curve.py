@@ -21,6 +21,7 @@ import yaml
 from components.common.contracts.errors import EngineryError, UserError, shortened
 from components.common.contracts.manifests import CheckpointManifest, DatasetManifest, load
 from components.common.contracts.settings import load_yaml, resolve
+from components.common.runtimes.counting import count_model
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.packing import stratified
 from components.preprocess.sources import find_samples
@@ -149,6 +150,7 @@ def measure(
     recipe |= {**content.get("train", {}), "architecture": architecture}
     packing = {**content.get("preprocess", {}), "data": str(data)}
     train, preprocess = resolve(TrainConfig, "train", recipe), resolve(PreprocessConfig, "preprocess", packing)
+    count_model(architecture, train.image_size)  # refuses one that there is not, before images are read
     with TemporaryDirectory() as scratch:
         source = find_samples(
             str(data), val_fraction=preprocess.val_fraction, seed=preprocess.seed, class_names_file="",
