@@ -11,6 +11,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,6 +43,7 @@ RUN_TAG = "enginery.run"  # the local or KFP run's id, by which its runs in MLfl
 _STEP_TAG, _ADOPTED_TAG, _PIPELINE_TAG = "enginery.step", "enginery.adopted", "enginery.pipeline"
 _MAX_PARAM_LENGTH = 500
 _LAST_STEPS = ("promote", "analyze")
+_SETTLE_S = 3.0  # in which steps that begin together have all made a run of their pipeline, of which the oldest stays
 VIEW = "accuracy and verdict"
 # How long one request may take: MLflow's own defaults try for many minutes in silence. The steps inherit these.
 REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
@@ -288,6 +290,7 @@ class KfpPipelineRun(StepRun):
         if not runs:
             tags = {RUN_TAG: kfp_run, _PIPELINE_TAG: name, "mlflow.source.name": name, "mlflow.user": user_name()}
             made = client.create_run(experiment_id, run_name=f"{name} {kfp_run[:8]}", tags=tags)
+            time.sleep(_SETTLE_S)
             runs = self._find(client, experiment_id, kfp_run)
             if runs[0].info.run_id != made.info.run_id:  # a step beside this one was faster
                 client.delete_run(made.info.run_id)

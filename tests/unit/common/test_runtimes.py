@@ -43,7 +43,7 @@ def bundle_with(**changes):
         engines_missing="",
         files={"int8.onnx": SimpleNamespace(digest="sha256:aa")},
         models={name: f"{name}.onnx" for name in ("fp32", "fp16", "int8", "int8_fp16")},
-        shapes=None,
+        image_shapes=None,
     )
     return SimpleNamespace(path="b", manifest=manifest, file=Path)
 

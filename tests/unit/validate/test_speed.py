@@ -380,7 +380,7 @@ def test_the_table_of_a_run_gives_no_number_where_there_is_none_to_rely_on(
     fp32 = SimpleNamespace(precision="fp32", score_pct=90.0, speedup=None, note="", **common)
     int8 = SimpleNamespace(precision="int8", score_pct=score_pct, speedup=found, note="needs TensorRT", **common)
     console = Console(file=io.StringIO(), width=120)
-    print_summary(console, SimpleNamespace(score_name="top-1", rows=[fp32, int8], recommendation=None))  # type: ignore[arg-type]
+    print_summary(console, SimpleNamespace(score_name="top-1", unit="images", rows=[fp32, int8], recommendation=None))  # type: ignore[arg-type]
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(part in text for part in shown)
     assert not any(part in text for part in hidden)
@@ -402,7 +402,7 @@ def test_the_table_of_a_run_has_all_values_at_any_width(
     monkeypatch.delenv("COLUMNS", raising=False)
     console = new_console()
     console.width = width or console.width
-    print_summary(console, SimpleNamespace(score_name="top-1", rows=rows, recommendation=None))  # type: ignore[arg-type]
+    print_summary(console, SimpleNamespace(score_name="top-1", unit="images", rows=rows, recommendation=None))  # type: ignore[arg-type]
     values = ["INT8", "(onnxruntime)", "precision", "91.23", "-10.12", "123.45", "12,345", "2.13x", "25.6 MB", "12 kB"]
     text = capsys.readouterr().out
     assert [value for value in (*values, verdict) if value not in text] == []
