@@ -35,8 +35,6 @@ from components.export.mixed import Compiled
 _EVERYWHERE = "everywhere.plan"
 _EXPORT = "from benchmarks.networks import export; export()"
 _TURNS = 9
-# By batch size and what the keys of a row end with. Without copies: the images lie on the GPU, as behind DALI.
-_LOADS: dict[tuple[int, str], Any] = {(1, ""): {}, (128, ""): {}, (128, "_no_copies"): {"with_transfers": False}}
 _TIMES: dict[str, Any] = {"warmup_s": 0.2, "duration_s": 0.3, "min_iterations": 10}
 
 
@@ -125,28 +123,44 @@ def _row(name: str, dataset: Path, work: Path, level: int, cache: Path, only_tra
     epochs = ("--epochs", str(network.epochs), "--validation-epochs", str(network.epochs))  # validated once, at its end
     training = ("--architecture", name, *epochs, "--compile", "off", *size, *network.options)
     if not (work / "checkpoint" / MANIFEST).exists():
-        seconds["train"] = _step("train", dataset, work / "checkpoint", *training)
+        seconds["train"] = run_step("train", dataset, work / "checkpoint", *training)
     if only_train:
         return None
     plans = ("--tensorrt", "on", "--optimization-level", str(level), "--opt-batch", "128", "--cache", str(cache))
-    seconds["export"] = _step("export", dataset, work / "bundle", "--model", str(work / "checkpoint"), *plans)
+    seconds["export"] = run_step("export", dataset, work / "bundle", "--model", str(work / "checkpoint"), *plans)
     options = ("--bundle", str(work / "bundle"), "--benchmark-batch-sizes", "[1, 128]", "--benchmark-streams", "[1]")
-    seconds["validate"] = _step("validate", dataset, work / "report", *options)
-    report = load(work / "report", ReportManifest).manifest
+    seconds["validate"] = run_step("validate", dataset, work / "report", *options)
+    return {
+        "network": name,
+        "commit": current_commit(),
+        "optimization_level": level,
+        "image_size": network.image_size,
+        "epochs": network.epochs,
+        **engines_of(work / "bundle", work / "report", batch_size=128, turns=_TURNS, score="top1_pct"),
+        "seconds": {key: round(value, 1) for key, value in seconds.items()},
+    }
+
+
+def engines_of(bundle_folder: Path, report_folder: Path, *, batch_size: int, turns: int, score: str) -> dict[str, Any]:
+    """What export chose for a network, its scores, and the speeds of its engines, measured again in turns.
+
+    Args:
+        bundle_folder: from `export`, beside it the plan of INT8 everywhere.
+        report_folder: of the bundle.
+        batch_size: measured beside 1, in images.
+        turns: of the measurement.
+        score: begin of the scores' keys.
+    """
+    report = load(report_folder, ReportManifest).manifest
     verdict = judge(Thresholds(), report.accuracy, report.benchmark)
     chosen = verdict.recommendation.precision if verdict.recommendation is not None else "fp16"
-    bundle = load(work / "bundle", BundleManifest)
+    bundle = load(bundle_folder, BundleManifest)
     record, placement = bundle.manifest, bundle.manifest.placement
     int8 = next(plan for plan in record.engines if plan.precision == "int8")
     assert placement is not None  # with plans there was a search
     selection = record.calibration.selection
     return {
-        "network": name,
-        "commit": current_commit(),
         "tensorrt": int8.tensorrt_version,
-        "optimization_level": level,
-        "image_size": network.image_size,
-        "epochs": network.epochs,
         "chosen": chosen,
         "chosen_candidate": placement.chosen.name,
         "calibration": record.calibration.method,
@@ -156,31 +170,31 @@ def _row(name: str, dataset: Path, work: Path, level: int, cache: Path, only_tra
         "int8_layers": record.num_quantized_layers,
         "layers": record.num_quantizable_layers,
         "int8_time_pct": placement.int8_time_pct,
-        **_accuracy(report, "fp32", "fp16", "int8"),
+        **_accuracy(report, score, "fp32", "fp16", "int8"),
         "within_budget": verdict.passed,
-        **_speeds(bundle, chosen),
+        **_speeds(bundle, chosen, batch_size, turns),
         "build_seconds": sum(plan.build_seconds for plan in record.engines),
         "search_seconds": (selection.seconds if selection else 0.0) + placement.seconds,
         "trials": [trial.model_dump(mode="json", exclude={"excluded"}) for trial in placement.trials],
-        "seconds": {key: round(value, 1) for key, value in seconds.items()},
     }
 
 
-def _step(step: str, dataset: Path, output: Path, *options: str) -> float:
+def run_step(step: str, dataset: Path | None, output: Path, *options: str) -> float:
     """Run a step, with its output kept beside what it writes. Returns its seconds."""
     started = time.monotonic()
     what = ("-c", _EXPORT) if step == "export" else ("-m", f"components.{step}")
-    command = [sys.executable, *what, "--dataset", str(dataset), "--output", str(output), *options]
+    inputs = () if dataset is None else ("--dataset", str(dataset))
+    command = [sys.executable, *what, *inputs, "--output", str(output), *options]
     with output.with_name(f"{step}_{output.name}.log").open("w") as log:
         subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
     return time.monotonic() - started
 
 
-def _accuracy(report: ReportManifest, *precisions: str) -> dict[str, Any]:
+def _accuracy(report: ReportManifest, score: str, *precisions: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for precision in precisions:
         row = report.accuracy.row(precision)
-        found[f"top1_pct_{precision}"] = row.score_pct
+        found[f"{score}_{precision}"] = row.score_pct
         if row.comparison is not None:
             found[f"delta_points_{precision}"] = row.comparison.delta_points
             found[f"drop_upper_points_{precision}"] = row.comparison.drop_upper_points
@@ -202,8 +216,8 @@ def export() -> None:
         EXPORT.command()()
 
 
-def _speeds(bundle: Artifact[BundleManifest], chosen: str) -> dict[str, Any]:
-    """Images per second of every engine, in turns."""
+def _speeds(bundle: Artifact[BundleManifest], chosen: str, batch_size: int, turns: int) -> dict[str, Any]:
+    """Images per second of every engine, in turns, also without copies: the images lie on the GPU, as behind DALI."""
     shapes = bundle.manifest.shapes
     runners: dict[str, Runner] = {
         plan.precision: TensorRTRunner(bundle.file(plan.file), shapes, plan) for plan in bundle.manifest.engines
@@ -211,16 +225,19 @@ def _speeds(bundle: Artifact[BundleManifest], chosen: str) -> dict[str, Any]:
     runners["int8_everywhere"] = TensorRTRunner(bundle.path.with_name(_EVERYWHERE), shapes)
     found: dict[str, Any] = {}
     ratios = {}
-    for (batch, suffix), options in _LOADS.items():
-        turns = [
-            {name: runner.measure(batch, **_TIMES, **options).images_per_s for name, runner in runners.items()}
-            for _ in range(_TURNS)
+    for batch, suffix, with_transfers in ((1, "", True), (batch_size, "", True), (batch_size, "_no_copies", False)):
+        measured = [
+            {
+                name: runner.measure(batch, **_TIMES, with_transfers=with_transfers).images_per_s
+                for name, runner in runners.items()
+            }
+            for _ in range(turns)
         ]
         end = f"b{batch}{suffix}"
         for name in runners:
-            found[f"images_per_s_{name}_{end}"] = statistics.median(turn[name] for turn in turns)
+            found[f"images_per_s_{name}_{end}"] = statistics.median(turn[name] for turn in measured)
         for other in ("fp16", "int8_everywhere"):
-            ratios[f"chosen_over_{other}_{end}"] = statistics.median(turn[chosen] / turn[other] for turn in turns)
+            ratios[f"chosen_over_{other}_{end}"] = statistics.median(turn[chosen] / turn[other] for turn in measured)
     for runner in runners.values():
         runner.close()
     return found | ratios
