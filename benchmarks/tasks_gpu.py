@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets.folder import default_loader
 from torchvision.io import ImageReadMode, read_image
 from torchvision.transforms import v2
-from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Mask
+from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image, Mask
 
 from benchmarks.networks import engines_of, run_step
 from benchmarks.results import RESULTS, current_commit, write_result
@@ -210,7 +210,7 @@ def _segmentation_transforms(image_size: int) -> v2.Transform:
             v2.RandomHorizontalFlip(),
             v2.RandomCrop(image_size, pad_if_needed=True, fill={Mask: 255, "others": 0}),
             v2.ToImage(),
-            v2.ToDtype({torch.Tensor: torch.float32, Mask: torch.int64, "others": None}, scale=True),
+            v2.ToDtype({Image: torch.float32, Mask: torch.int64, "others": None}, scale=True),
             v2.Normalize(IMAGENET_MEAN, IMAGENET_STD),
             v2.ToPureTensor(),
         ]
