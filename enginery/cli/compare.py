@@ -10,7 +10,7 @@ from components.common.contracts.errors import UserError
 from enginery.formats import new_console, new_table, number, size_text, verdict_text
 from enginery.local.runs import find_summary
 from enginery.local.state import StateDirectory
-from enginery.registry.compare import MIXED, NOTHING, Comparison
+from enginery.registry.compare import MIXED, NOTHING, Comparison, joined_units
 from enginery.registry.compare import compare as compare_runs
 from enginery.registry.models import is_reference, open_registry, version_summary
 
@@ -72,7 +72,9 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
 def _print_measures(console: Console, result: Comparison) -> None:
     if not result.precisions:
         return
-    table = new_table("precision", "", ">score %", ">delta", ">p50 ms", ">images/s", ">size", "verdict")
+    table = new_table(
+        "precision", "", ">score %", ">delta", ">p50 ms", f">{joined_units(result.runs)}/s", ">size", "verdict"
+    )
     for precision in result.precisions:
         for position, run in enumerate(result.runs):
             row = run.rows.get(precision)

@@ -21,6 +21,7 @@ class ComparedRun(Record):
     run_id: str
     status: str
     registered: str
+    unit: str = Field(description="Validation data and speed are counted in these: images or sentences.")
     rows: dict[str, PrecisionRow] = Field(description="What was measured, by precision; empty if it did not get there.")
 
 
@@ -40,6 +41,11 @@ class Comparison(Record):
         return [name for name in PRECISIONS if any(name in run.rows for run in self.runs)]
 
 
+def joined_units(runs: Sequence[ComparedRun]) -> str:
+    """Units of the runs that measured something, such as "images" or "images or sentences"."""
+    return " or ".join(dict.fromkeys(run.unit for run in runs if run.rows))
+
+
 def compare(summaries: Sequence[RunSummary]) -> Comparison:
     """Put runs side by side. The first one is A."""
     labels = [label(position) for position in range(len(summaries))]
@@ -50,6 +56,7 @@ def compare(summaries: Sequence[RunSummary]) -> Comparison:
             run_id=summary.run_id,
             status=summary.status,
             registered=summary.registered,
+            unit=summary.unit,
             rows={row.precision: row for row in summary.rows},
         )
         for name, summary in zip(labels, summaries, strict=True)
@@ -128,6 +135,7 @@ def _versions(summary: RunSummary) -> dict[str, str]:
 
 def _warnings(runs: Sequence[ComparedRun], splits: Sequence[str]) -> list[str]:
     measured = [(run, split) for run, split in zip(runs, splits, strict=True) if run.rows]
+    unit = joined_units(runs)
     warnings = [f"{run.label} ended as {run.status} before anything was measured" for run in runs if not run.rows]
     groups: dict[str, list[str]] = {}
     for run, split in measured:
@@ -135,19 +143,19 @@ def _warnings(runs: Sequence[ComparedRun], splits: Sequence[str]) -> list[str]:
             groups.setdefault(split, []).append(run.label)
     if len(groups) > 1:
         text = " and ".join("/".join(names) for names in groups.values())
-        warnings.append(f"the validation images differ between {text}: their scores can't be compared")
+        warnings.append(f"the validation {unit} differ between {text}: their scores can't be compared")
     if unknown := [run.label for run, split in measured if not split]:
-        warnings.append(f"the validation images of {', '.join(unknown)} are not known: their report is gone")
+        warnings.append(f"the validation {unit} of {', '.join(unknown)} are not known: their report is gone")
     for precision in PRECISIONS:
         rows = [run.rows[precision] for run in runs if precision in run.rows]
         devices = {row.device for row in rows if row.device}
         if len(devices) > 1:
             text = f"speed was measured on different devices ({'; '.join(sorted(devices))})"
-            warnings.append(f"{text}: p50 and images/s can't be compared")
+            warnings.append(f"{text}: p50 and {unit}/s can't be compared")
             break
         batches = {row.throughput_batch_size for row in rows if row.throughput_batch_size}
         if len(batches) > 1:
             text = ", ".join(str(size) for size in sorted(batches))
-            warnings.append(f"images/s was measured at different batch sizes ({text})")
+            warnings.append(f"{unit}/s was measured at different batch sizes ({text})")
             break
     return warnings

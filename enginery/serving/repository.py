@@ -30,7 +30,7 @@ from components.common.contracts.transforms import ShapeSpec
 from components.common.data.baseline import IMAGE_STATISTICS, baseline_file
 from components.common.registry.trust import sign_folder
 from components.common.runtimes import RUNTIMES
-from components.common.tasks import TaskName
+from components.common.tasks import TASKS, TaskName
 from components.common.tasks.translation.runners import BATCH_SIZE, ENCODER
 from components.serve.repository_check import (
     ANSWER_TENSOR,
@@ -53,7 +53,12 @@ _GOOD_SHARE = 0.95  # of the highest throughput: a larger batch for the rest onl
 
 
 def batching_for(
-    precision: Precision, runtime: str, benchmark: BenchmarkReport | None, *, max_wait_s: float = DEFAULT_MAX_WAIT_S
+    precision: Precision,
+    runtime: str,
+    benchmark: BenchmarkReport | None,
+    *,
+    max_wait_s: float = DEFAULT_MAX_WAIT_S,
+    unit: str = "images",
 ) -> Batching:
     """Batch size, queue delay and the bounds of the queue.
 
@@ -73,6 +78,7 @@ def batching_for(
         runtime: name of what serves it; rows of others tell nothing about it.
         benchmark: the report on the bundle; None for a bundle without one.
         max_wait_s: longest time in the queue.
+        unit: of the speed in the reason: images or sentences.
     """
     rows = [
         row
@@ -104,7 +110,7 @@ def batching_for(
         queue_delay_us=round(1e3 * delay_ms) if waits else 0,
         max_queue_size=min(LARGEST_QUEUE_SIZE, max(4 * row.batch_size, served)),
         num_instances=row.num_streams,
-        reason=f"{why}: batch {row.batch_size}, {row.images_per_s:,.0f} images/s (p99 {row.p99_ms:,.2f} ms)",
+        reason=f"{why}: batch {row.batch_size}, {row.images_per_s:,.0f} {unit}/s (p99 {row.p99_ms:,.2f} ms)",
     )
 
 
@@ -358,7 +364,7 @@ def gpu_server_options(repository: RepositoryManifest) -> tuple[str, ...]:
 
 
 def _output_size(source: ModelSource) -> tuple[int, ...]:
-    """Of the network, for one image, as its FP32 file says; of a classifier its classes."""
+    """Size of the network's output for one image, as its FP32 file says; of a classifier the number of classes."""
     bundle = source.bundle.manifest
     if bundle.task == "classification":
         return (len(bundle.classes),)
@@ -394,7 +400,8 @@ class _AnyWriter:
     def _batching(self, runtime: str) -> Batching:
         report = self.source.report
         benchmark = report.manifest.benchmark if report is not None else None
-        return batching_for(self.source.precision, runtime, benchmark, max_wait_s=self.config.max_wait_s)
+        unit = TASKS[self.bundle.task].unit
+        return batching_for(self.source.precision, runtime, benchmark, max_wait_s=self.config.max_wait_s, unit=unit)
 
     def _model(self, name: str, module: str) -> None:
         folder = self.root / name / VERSION

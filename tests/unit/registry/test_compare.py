@@ -129,6 +129,12 @@ def test_command_compare(home: Path) -> None:
     assert "89.50" in shown
     assert "warning: the validation images differ between A and B" in shown
     assert max(len(line) for line in shown.splitlines()) <= 80
+    assert "images/s" in shown
+    for run, split in ((FIRST, "5"), (OTHER, "6")):
+        write(home, run, unit="sentences", split_digest=split)
+    shown = " ".join(enginery("compare", FIRST, OTHER).stdout.split())
+    assert "sentences/s" in shown
+    assert "the validation sentences differ between A and B" in shown
     printed = json.loads(enginery("compare", FIRST, SECOND, "--json").stdout)
     assert printed["arguments"]["epochs"] == {"A": "2", "B": "5"}
     for arguments, code in (((FIRST,), "too-few-runs"), ((FIRST, FIRST), "same-run-twice")):

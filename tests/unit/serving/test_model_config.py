@@ -136,6 +136,7 @@ def test_without_a_budget_the_smallest_batch_that_is_nearly_as_fast() -> None:
     found = batching_for("int8", "tensorrt", report(*ROWS[:5]))
     assert (found.preferred_batch_size, found.queue_delay_us) == (32, 900)
     assert "no latency budget: batch 32, 12,000 images/s" in found.reason
+    assert "12,000 sentences/s" in batching_for("int8", "tensorrt", report(*ROWS[:5]), unit="sentences").reason
 
 
 CPU = (row(1, 100, 10, runtime="openvino"), row(16, 400, 40, runtime="openvino"))
