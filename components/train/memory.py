@@ -41,11 +41,8 @@ def explain_out_of_memory(config: TrainConfig, plan: BatchPlan, world: World, nu
     failed = plan.per_gpu_batch_size
     own = failed * plan.num_accumulated
     fits = _largest_that_fits([size for size in range(1, failed) if own % size == 0], config, world, num_classes)
-    side, where = max((config.image_size, *config.image_sizes)), "the memory"
-    if world.device.type == "cuda":
-        total = torch.cuda.get_device_properties(world.device).total_memory
-        where = f"the memory of {torch.cuda.get_device_name(world.device)}, {total / 1e9:.0f} GB,"
-    start = f"{where} does not hold a batch of {failed} images of {side} px (train.per_gpu_batch_size)"
+    side = max((config.image_size, *config.image_sizes))
+    start = f"{_memory_of(world)} does not hold a batch of {failed} images of {side} px (train.per_gpu_batch_size)"
     if fits is None:
         return (
             f"{start}, and {'not one image either' if failed > 1 else 'that is a single one'}. Set a smaller "
@@ -60,6 +57,28 @@ def explain_out_of_memory(config: TrainConfig, plan: BatchPlan, world: World, nu
     if config.static_graph and world.world_size > 1:
         text += ". That needs train.static_graph false"
     return text
+
+
+def describe_sentences_too_many(plan: BatchPlan, world: World) -> str:
+    """Return the same for a batch of sentences: nothing is tried, since memory depends on their lengths."""
+    failed = plan.per_gpu_batch_size
+    start = f"{_memory_of(world)} does not hold a batch of {failed} sentences (train.per_gpu_batch_size)"
+    shorter = "leave out long sentences with a smaller preprocess.max_tokens, or take a smaller train.architecture"
+    if failed == 1:
+        return f"{start}: {shorter}"
+    own = failed * plan.num_accumulated
+    less = max(size for size in range(1, failed // 2 + 1) if own % size == 0)
+    return (
+        f"{start}: set train.per_gpu_batch_size to {less}. Gradients are then accumulated over {own // less} batches, "
+        f"and global_batch_size stays {plan.global_batch_size}. Or {shorter}"
+    )
+
+
+def _memory_of(world: World) -> str:
+    if world.device.type != "cuda":
+        return "the memory"
+    total = torch.cuda.get_device_properties(world.device).total_memory
+    return f"the memory of {torch.cuda.get_device_name(world.device)}, {total / 1e9:.0f} GB,"
 
 
 def _largest_that_fits(sizes: list[int], config: TrainConfig, world: World, num_classes: int) -> int | None:

@@ -37,7 +37,7 @@ from components.train.checkpointing import WEIGHTS, Saved, choose_folder, parse,
 from components.train.config import TrainConfig
 from components.train.distributed import StopRequest, World, broadcast, describe_links, find_world, process_group
 from components.train.fine_tuning import starting_model
-from components.train.memory import explain_out_of_memory, is_out_of_memory
+from components.train.memory import describe_sentences_too_many, explain_out_of_memory, is_out_of_memory
 from components.train.nodes import VARIABLE, abandoned, stop_when_silent
 from components.train.resharding import ReshardedLoader
 from components.train.speed import NUM_SKIPPED, TRACE
@@ -175,8 +175,11 @@ def _fit(trainer: Trainer, num_classes: int) -> None:
 
 
 def _out_of_memory(config: TrainConfig, plan: BatchPlan, world: World, num_classes: int, log: StepLog) -> UserError:
-    log.note(f"memory ran out with batches of {plan.per_gpu_batch_size} images; trying smaller ones, to name one")
-    text = explain_out_of_memory(config, plan, world, num_classes)
+    if TASKS[task_of(config.architecture)].of_text:
+        text = describe_sentences_too_many(plan, world)
+    else:
+        log.note(f"memory ran out with batches of {plan.per_gpu_batch_size} images; trying smaller ones, to name one")
+        text = explain_out_of_memory(config, plan, world, num_classes)
     return UserError(text, code="out-of-memory", setting="train.per_gpu_batch_size")
 
 

@@ -4,11 +4,13 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from components.common.contracts.errors import Preempted
 from components.common.contracts.manifests import BundleManifest, CheckpointManifest, DatasetManifest, load, seal
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
+from components.common.tasks.translation.networks import AttentionLstm
 from components.common.tasks.translation.runners import open_translator
 from components.common.tasks.translation.sentences import read_sentence
 from components.export.config import ExportConfig
@@ -90,6 +92,23 @@ def test_training_resumes_within_an_epoch(translator: Chain, tmp_path: Path, mon
         for name in ("whole", "resumed")
     ]
     assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize(("settings", "fix"), [({}, "to 32. Gradients"), ({"per_gpu_batch_size": 1}, ": leave out")])
+def test_memory_that_runs_out_is_named(
+    settings: dict[str, int], fix: str, translator: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(AttentionLstm, "forward", full)
+    recipe = {"architecture": "translation/lstm_small", "global_batch_size": 64, "num_processes": 1}
+    config = resolve(TrainConfig, "train", {**recipe, **settings})
+    with refuses("out-of-memory", "train.per_gpu_batch_size") as caught:
+        train(config, StepLog("test"), dataset=translator.dataset, output=tmp_path / "checkpoint")
+    size = settings.get("per_gpu_batch_size", 64)
+    assert f"does not hold a batch of {size} sentences (train.per_gpu_batch_size)" in str(caught.value)
+    assert fix in str(caught.value)
 
 
 def test_another_vocabulary_is_refused(translator: Chain, tmp_path: Path) -> None:
