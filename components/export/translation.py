@@ -292,7 +292,7 @@ class _Search:
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """Of seven bits, so that sums saturate on no CPU."""
+        """Arithmetic of seven bits, so that sums saturate on no CPU."""
         unsigned = any(map(has_unsigned_activations, self.fp32))
         return Arithmetic(weight_bits=7, activations="unsigned" if unsigned else "signed")
 

@@ -1,4 +1,4 @@
-"""What is packed beside an image: its label, by task, as the loader reads it."""
+"""The member that is packed beside an image: its label, by task, as the loader reads it."""
 
 import hashlib
 import json
@@ -70,7 +70,7 @@ def _pack_boxes(sample: Sample, size: tuple[int, int], packed: tuple[int, int], 
 
 
 def _annotations(sample: Sample, size: tuple[int, int]) -> tuple[dict[str, Any], list[bytes]]:
-    """What the source found of an image, and the outlines of its objects.
+    """The source's annotations of an image, and the outlines of its objects.
 
     Raises:
         Rejected: it is of an image of another size.
@@ -113,7 +113,7 @@ def _pack_mask(sample: Sample, size: tuple[int, int], packed: tuple[int, int], s
 
 
 def _read_mask(sample: Sample, size: tuple[int, int], storage: Storage) -> _Mask:
-    """Of a PNG file."""
+    """Read the mask of a PNG file."""
     assert sample.mask is not None
     path, num_classes = sample.mask.path, int(sample.annotation or b"")
     try:
@@ -133,7 +133,7 @@ def _read_mask(sample: Sample, size: tuple[int, int], storage: Storage) -> _Mask
 
 
 def _drawn_mask(sample: Sample, size: tuple[int, int]) -> _Mask:
-    """Of outlines."""
+    """Draw the mask of outlines."""
     found, outlines = _annotations(sample, size)
     refused = [(name, reason, kept) for name, reason, kept in found.get("refused", ())]
     mask = np.zeros(size[::-1], np.uint8)  # the class of what is no object

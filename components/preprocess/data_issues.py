@@ -59,9 +59,9 @@ class SimilarImages:
     pictures: tuple[bytes, ...]
     """A small copy of each, JPEG or PNG; empty where there is none."""
     correlation: float
-    """Of their details, 0.96 to 1."""
+    """Similarity of their details, 0.96 to 1."""
     change: str
-    """What differs, such as "mirrored, cropped"."""
+    """The difference, such as "mirrored, cropped"."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What near-duplicates mean for a dataset: which validation images leave it, its issues with pictures, its records."""
+"""Consequences of near-duplicates: which validation images leave a dataset, its issues with pictures, its records."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,7 +6,6 @@ The text is read once and passes through files; in memory are some bytes a pair.
 import json
 import os
 import random
-import re
 import shutil
 import unicodedata
 from array import array
@@ -30,6 +29,7 @@ from components.common.contracts.transforms import TextSpec
 from components.common.data.pages import templates
 from components.common.process.partial_output import LOCK, open_partial
 from components.common.process.steplog import StepLog
+from components.common.tasks.translation.sentences import CONTROL
 from components.common.tasks.translation.vocabulary import VOCABULARY, Vocabulary, train_vocabulary
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.data_card import DATA_CARD
@@ -60,8 +60,6 @@ _MAX_VOCABULARY_SENTENCES = 2_000_000  # that the vocabulary is made of
 _NUM_SAMPLES = 10  # pairs of each split in the data card
 _CHUNK = 10_000
 _SPLITS = ("train", "val", "")
-# What ends a line for some programs, or turns the direction of text, beside the control characters themselves.
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]")
 # First words of letters' names that are no script's.
 _NO_SCRIPT = frozenset(
     ["MODIFIER", "MICRO", "MASCULINE", "FEMININE", "MATHEMATICAL", "SCRIPT", "FULLWIDTH", "HALFWIDTH"]
@@ -260,7 +258,7 @@ def _checked(pair: Pair, config: PreprocessConfig) -> tuple[str, str, str]:
     """Both sides in NFC and trimmed, and what is wrong with the pair, or ""."""
     sides = pair.source, pair.target
     problem = pair.problem
-    if not problem and any(_CONTROL.search(side) for side in sides):
+    if not problem and any(CONTROL.search(side) for side in sides):
         problem = "control-character"
     if problem:
         return *sides, problem
@@ -297,7 +295,7 @@ def _script_of(character: str) -> str:
 
 
 def _choose(corpus: _Corpus, config: PreprocessConfig) -> list[str]:
-    """What becomes of each pair: "train", "val" or a problem."""
+    """Decide what becomes of each pair: "train", "val" or a problem."""
     sources, targets = (np.frombuffer(hashes, np.uint64) for hashes in corpus.hashes)
     splits = np.frombuffer(corpus.splits, np.uint8)
     train, val = (splits == _SPLITS.index(name) for name in ("train", "val"))
@@ -406,7 +404,7 @@ def _sentences(path: Path, num_pairs: int) -> Iterator[str]:
 
 @dataclass(kw_only=True)
 class _Written:
-    """What is written of a split."""
+    """A split as it is written."""
 
     num_pairs: int = 0
     num_equal: int = 0  # pairs whose target equals the source

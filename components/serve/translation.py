@@ -1,6 +1,6 @@
 """Sentences in, translations out, by OpenVINO: the one model of a repository that translates."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,24 +36,22 @@ class TritonPythonModel:
         """A response for each request; the sentences of all are translated together, those of similar length."""
         admitted, refused = self._pending.admit(requests)
         read = [self._read(request) for request in admitted]
-        sentences = [text for texts in read if isinstance(texts, list) for text in texts]
-        found = iter(self._translator.translate(sentences))
-        return [*(self._response(texts, found) for texts in read), *refused]
+        found = iter(self._translator.translate_tokens([ids for own in read if isinstance(own, list) for ids in own]))
+        return [*(self._response(own, found) for own in read), *refused]
 
     def _read(self, request: Any) -> Any:
-        """The sentences of a request, or its refusal."""
+        """Tokens of a request's sentences, or its refusal."""
         given = pb.get_input_tensor_by_name(request, TEXT_TENSOR).as_numpy()  # [B, 1] bytes
         try:
             texts = [read_sentence(text, f"sentence {number}") for number, text in enumerate(given.flat, 1)]
-            self._translator.tokens(texts)
+            return self._translator.tokens(texts)
         except UserError as error:
             return refusal(str(error))
-        return texts
 
-    def _response(self, texts: Any, found: Any) -> Any:
-        if not isinstance(texts, list):
-            return texts
-        said = np.array([[next(found).encode()] for _ in texts], dtype=object).reshape(-1, 1)
+    def _response(self, read: Any, found: Iterator[str]) -> Any:
+        if not isinstance(read, list):
+            return read
+        said = np.array([[next(found).encode()] for _ in read], dtype=object).reshape(-1, 1)
         return pb.InferenceResponse([pb.Tensor(TRANSLATION_TENSOR, said)])
 
     def finalize(self) -> None:

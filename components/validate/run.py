@@ -102,7 +102,7 @@ def _measure(
     data: Artifact[DatasetManifest],
     output: Path,
 ) -> tuple[Report, dict[int, str]]:
-    """What the report says of images, and its pictures; predictions and baselines are written into `output`."""
+    """Report on images, and its pictures; predictions and baselines are written into `output`."""
     log.progress("loading models", 0, 1)
     selections = select_runtimes(models, config.runtime)
     predictions = predict_validation(config, selections, models, data, log)

@@ -47,7 +47,7 @@ def measure(
     data: Artifact[DatasetManifest],
     output: Path,
 ) -> tuple[Report, dict[int, str]]:
-    """What the report says of translations, and no pictures; the translations are written into `output`.
+    """Report on translations, without pictures; the translations are written into `output`.
 
     Raises:
         UserError: bundle and dataset are of different languages.

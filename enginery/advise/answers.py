@@ -1,4 +1,4 @@
-"""What each GPU of the table would do with a model: speed, numbers of GPUs, memory, energy, cost, and how to run it."""
+"""Answers about each GPU of the table for a model: speed, numbers of GPUs, memory, energy, cost, and how to run it."""
 
 import csv
 import io
@@ -41,7 +41,7 @@ _MAX_PRICES_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked of each GPU."""
+    """The question that is asked of each GPU."""
 
     model: str
     """A network by name, an ONNX file, or a bundle."""
@@ -56,7 +56,7 @@ class Question:
     batch: int = 256
     """Images of a training step on each GPU."""
     images: int | None = None
-    """Of an epoch."""
+    """Images of an epoch."""
     epochs: int = 90
     deadline_s: float | None = None
     budget: float | None = None
@@ -105,7 +105,7 @@ def read_prices(file: Path) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What was counted."""
+    """The counts of the model."""
 
     work: Work
     architecture: str
@@ -283,7 +283,7 @@ def _decode_rate(device: Device, question: Question) -> float | None:
 
 
 def _decoded(row: Mapping[str, Any], device: Device, question: Question) -> dict[str, Any]:
-    """What decoding changes of a row's speed."""
+    """The effect of decoding on a row's speed."""
     rate = _decode_rate(device, question)
     if rate is None:
         return {"decode_per_s": "unknown"} if question.decode_rate == "gpu" else {}
@@ -399,7 +399,7 @@ def _with_max_q(rows: list[dict[str, Any]], cost: str, budget: float | None) -> 
 
 
 def remarks(rows: list[dict[str, Any]], question: Question) -> list[str]:
-    """What a table leaves open, in sentences."""
+    """Notes on questions that a table leaves open, in sentences."""
     best = next((row for row in rows if row["max_q"]), None)
     lines = []
     if best and "why" in best:

@@ -22,7 +22,7 @@ from components.validate.config import ValidateConfig
 from components.validate.run import run as validate
 from tests.conftest import Shared
 
-from . import sentences, shapes, texts
+from . import sentences, shapes
 from .networks import build, digits_network, read_here, shapes_of
 from .registered import (
     NAME,
@@ -156,10 +156,3 @@ def onnx_of(shared: Shared) -> Callable[[str], Path]:
 def translator(shared: Shared) -> shapes.Chain:
     """Pairs of sentences to a bundle."""
     return sentences.made_translator(shared)
-
-
-@pytest.fixture(scope="session")
-def translation(shared: Shared) -> texts.Translation:
-    """Dataset and bundle of a translator."""
-    folder = shared("translation", lambda folder: texts.write_bundle(texts.write_dataset(folder / "dataset"), folder))
-    return texts.Translation(dataset=folder / "dataset", bundle=folder / "bundle")

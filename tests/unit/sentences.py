@@ -1,6 +1,9 @@
-"""The steps on `enginery data phrases`: a translator, made once."""
+"""The steps on English and German phrases: a translator, made once."""
 
+from itertools import islice
 from pathlib import Path
+
+import numpy as np
 
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
@@ -10,16 +13,25 @@ from components.preprocess.config import PreprocessConfig
 from components.preprocess.run import run as preprocess
 from components.train.config import TrainConfig
 from components.train.training import train
-from enginery.datasets.phrases import write_phrases
+from enginery.datasets.phrases import phrase_pair
 from tests.conftest import Shared
 from tests.unit.shapes import THRESHOLDS, Chain
+
+HOSTILE = "<b>&  12</b>"  # the first sentence to validate on, HTML
+_NUM_PAIRS = {"val": 48, "train": 1280}
 
 
 def made_translator(shared: Shared) -> Chain:
     """Dataset, checkpoint and bundle, of few pairs: its translations are bad, but not all alike."""
 
     def build(folder: Path) -> None:
-        write_phrases(folder / "data", num_pairs=1500)
+        (folder / "data").mkdir()
+        rng = np.random.default_rng(0)
+        pairs = iter(dict(phrase_pair(rng) for _ in range(2 * sum(_NUM_PAIRS.values()))).items())
+        for split, number in _NUM_PAIRS.items():
+            lines = [(HOSTILE, HOSTILE)] * (split == "val") + list(islice(pairs, number))
+            text = "".join(f"{source}\t{target}\n" for source, target in lines)
+            (folder / "data" / f"{split}.tsv").write_text(text, encoding="utf-8")
         log, data = StepLog("test"), folder / "dataset"
         settings: dict[str, object] = {"data": str(folder / "data"), "task": "translation", "vocabulary_size": 500}
         preprocess(resolve(PreprocessConfig, "preprocess", settings), log, output=data)

@@ -116,7 +116,7 @@ class OfTask(Manifest):
 
 
 class OfImages(OfTask):
-    """What takes images, where the task is of images."""
+    """Size and preparation of images, where the task is of images."""
 
     transform: TransformSpec | None = Field(None, description="None for text.")
 
@@ -128,7 +128,7 @@ class OfImages(OfTask):
 
 
 class OfNetwork(OfImages):
-    """What runs an exported network."""
+    """Files and facts of an exported network."""
 
     shapes: ShapeSpec | None = Field(None, description="None for text.")
 
@@ -160,7 +160,7 @@ class DatasetManifest(OfTask):
 
     @property
     def num_outputs(self) -> int:
-        """Of a network's last layer: classes, or tokens of the vocabulary."""
+        """Width of a network's last layer: classes, or tokens of the vocabulary."""
         return len(self.classes) if self.text is None else self.text.num_tokens
 
     @property
@@ -192,7 +192,7 @@ class CheckpointManifest(OfImages):
 
     @property
     def score_name(self) -> str:
-        """Of what training validated by: top-1, mIoU."""
+        """Name of the score that training validated by: top-1, mIoU."""
         return TASKS[self.task].training_score or TASKS[self.task].score_name
 
 

@@ -151,6 +151,21 @@ class LoaderState(Record):
         """The state of these fields, with its digest."""
         return cls(**fields, digest=digest_json(fields))
 
+    @classmethod
+    def read(cls, state: dict[str, Any], where: str) -> "LoaderState":
+        """Read what `state` of a loader returned; `where` begins the message.
+
+        Raises:
+            EngineryError: it is damaged.
+        """
+        try:
+            return cls.model_validate(state)
+        except ValidationError as error:
+            raise EngineryError(
+                f"{where} damaged, or no loader's ({first_problem(error)}). Take an earlier checkpoint, or start again",
+                code="damaged-loader-state",
+            ) from None
+
     @model_validator(mode="after")
     def _whole(self) -> "LoaderState":
         if self.digest != digest_json(self.model_dump(mode="json", exclude={"digest"})):
@@ -433,13 +448,7 @@ class Loader:
 
     def _saved(self, state: dict[str, Any]) -> LoaderState:
         where = f"can't resume in the middle of the {self._split} split of {self._dataset.path}: the saved state is"
-        try:
-            saved = LoaderState.model_validate(state)
-        except ValidationError as error:
-            raise EngineryError(
-                f"{where} damaged, or no loader's ({first_problem(error)}). Take an earlier checkpoint, or start again",
-                code="damaged-loader-state",
-            ) from None
+        saved = LoaderState.read(state, where)
         if differing := saved.differences(self._identity):
             raise EngineryError(
                 f"{where} of {', '.join(differing)}. Resume with the settings and versions of the interrupted run, "

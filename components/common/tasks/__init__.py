@@ -1,4 +1,4 @@
-"""What differs between tasks. A table of them, which imports neither torch nor DALI.
+"""The table of tasks and of their differences, which imports neither torch nor DALI.
 
 A task is an entry of TASKS and a module with what needs torch: labels of a batch, models, loss, score.
 """
@@ -52,7 +52,7 @@ class TaskSpec:
 
     @property
     def unit(self) -> str:
-        """What is counted, for people."""
+        """The unit of counts for people."""
         return "sentences" if self.of_text else "images"
 
 

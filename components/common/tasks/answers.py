@@ -1,4 +1,4 @@
-"""What a model says of an image, for people and programs: JSON values, and a picture of them. Without torch.
+"""Answers of a model about an image, for people and programs: JSON values, and a picture of them. Without torch.
 
 Each task but classification has a module `answers` with `answer` and `drawn`; coordinates are pixels of the image that
 was sent, upright.
@@ -20,7 +20,7 @@ Answer = dict[str, Any]  # strings, numbers and lists of them
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What a model sees of an image: the central square, in its own pixels."""
+    """The part of an image that a model sees: the central square, in its own pixels."""
 
     left: float
     top: float
@@ -30,7 +30,7 @@ class View:
 
     @classmethod
     def of(cls, size: tuple[int, int], transform: TransformSpec) -> "View":
-        """Of an image of this width and height."""
+        """Return the part of an image of this width and height."""
         scale = min(size) / transform.resize_size  # of its pixels over those after the resize
         side = transform.crop_size * scale
         left, top = ((each - side) / 2 for each in size)

@@ -1,4 +1,4 @@
-"""What is kept of a model's outputs over some images, by task: enough for the score and its comparison. Numpy alone."""
+"""Records of a model's outputs over some images, by task: enough for the score and its comparison. Numpy alone."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -137,7 +137,7 @@ class Predictions(Protocol):
         ...
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What predictions.npz keeps, by name: "" is of these predictions alone, the rest is equal for all."""
+        """Arrays of predictions.npz by name: "" is of these predictions alone, the rest is equal for all."""
         ...
 
 
@@ -227,7 +227,7 @@ class ScoreDrop:
 
 
 class ByDraws:
-    """What predictions have in common whose score is no share of images: its interval is by the bootstrap."""
+    """Common part of predictions whose score is no share of images: its interval is by the bootstrap."""
 
     @property
     def scores_by_draw(self) -> np.ndarray:

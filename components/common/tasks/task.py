@@ -1,4 +1,4 @@
-"""What a task's module provides."""
+"""The interface of a task's module."""
 
 from typing import Protocol
 

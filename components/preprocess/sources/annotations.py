@@ -57,7 +57,7 @@ _LISTS = "ImageSets/Main"
 
 @dataclass(kw_only=True)
 class Annotated:
-    """What a file says of an image."""
+    """A file's annotations of an image."""
 
     size: tuple[int, int] | None = None  # width and height in pixels that boxes refer to; None where it is not said
     relative: bool = False  # boxes are in shares of the image's sides
@@ -66,10 +66,10 @@ class Annotated:
     refused: list[tuple[str, str, bool]] = field(default_factory=list)
     """Name of an object, what is wrong with it, and whether it is kept all the same."""
     outlines: list[bytes] = field(default_factory=list)
-    """Of each object, where masks are made of them: see `outlines`."""
+    """Outlines of each object, where masks are made of them: see `outlines`."""
 
     def encoded(self, labels: Mapping[Any, int]) -> bytes:
-        """What travels with the sample, with labels in place of names; unknown classes are refused.
+        """The annotations that travel with the sample, with labels in place of names; unknown classes are refused.
 
         A line of JSON, then the outlines, whose lengths it names.
         """
@@ -251,7 +251,7 @@ class _CocoObjects:
         return dict(zip(map(self._key, owners.tolist()), np.split(order, starts[1:]), strict=True))
 
     def firsts(self, images: Container[Any]) -> dict[int, int]:
-        """Of each id that several annotations of these images have, as `_table` has it, the first one's place."""
+        """Find ids that several annotations of these images have: each as `_table` has it, with its first place."""
         if not len(self):
             return {}
         ids, none = self._table[:, 0], self._number(None)

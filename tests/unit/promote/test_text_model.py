@@ -18,14 +18,14 @@ from components.common.tasks.translation.sentences import read_sentence, transla
 from components.promote.packaging import write_model
 from enginery.cli.inspect import inspect
 from enginery.cli.predict import predict
-from tests.unit.texts import MAX_TOKENS, Translation
+from tests.unit.shapes import Chain
 
 SENTENCES = ["12 May", "half past seven"]
 BAD: list[tuple[str | bytes, str]] = [
     ("", "empty-sentence"),
     (" \t \u3000", "empty-sentence"),
     ("word " * 10_000, "sentence-too-long"),
-    ("seven " * MAX_TOKENS, "sentence-too-long"),
+    ("seven " * 260, "sentence-too-long"),
     (b"caf\xe9", "not-utf8"),
     ("a\x00b", "control-character"),
     ("a\x1b[31mb", "control-character"),
@@ -34,31 +34,31 @@ BAD: list[tuple[str | bytes, str]] = [
 
 
 @pytest.fixture(scope="module")
-def translator(translation: Translation) -> Iterator[Translator]:
-    opened = open_translator(load(translation.bundle, BundleManifest), "int8")
-    yield opened
-    opened.close()
+def opened(translator: Chain) -> Iterator[Translator]:
+    int8 = open_translator(load(translator.bundle, BundleManifest), "int8")
+    yield int8
+    int8.close()
 
 
 @pytest.mark.parametrize(("sentence", "code"), BAD)
 def test_a_bad_sentence_has_an_error_and_the_others_their_translations(
-    sentence: str | bytes, code: str, translator: Translator
+    sentence: str | bytes, code: str, opened: Translator
 ) -> None:
-    first, refused, last = translate_each(translator, [SENTENCES[0], sentence, SENTENCES[1].encode()])
+    first, refused, last = translate_each(opened, [SENTENCES[0], sentence, SENTENCES[1].encode()])
     assert isinstance(refused, UserError)
     assert refused.code == code
-    assert [first, last] == translator.translate(SENTENCES)
+    assert [first, last] == opened.translate(SENTENCES)
 
 
 def test_a_sentence_is_taken_in_nfc() -> None:
     assert read_sentence(" cafe\u0301 ", "it") == "caf\u00e9"
 
 
-def test_mlflow_loads_a_translator(translation: Translation, translator: Translator, tmp_path: Path) -> None:
-    shutil.copytree(translation.bundle, tmp_path / "model" / "bundle")
-    folder = write_model(load(translation.bundle, BundleManifest), "int8", tmp_path / "model")
+def test_mlflow_loads_a_translator(translator: Chain, opened: Translator, tmp_path: Path) -> None:
+    shutil.copytree(translator.bundle, tmp_path / "model" / "bundle")
+    folder = write_model(load(translator.bundle, BundleManifest), "int8", tmp_path / "model")
     model = mlflow.pyfunc.load_model(str(folder))
-    said = translator.translate(SENTENCES)
+    said = opened.translate(SENTENCES)
     forms: list[Any] = [SENTENCES, pd.DataFrame({"text": SENTENCES}), pd.Series(SENTENCES), {"text": SENTENCES}]
     assert [list(model.predict(form)["translation"]) for form in forms] == [said] * len(forms)
     assert model.predict(SENTENCES[0], params={"beam_size": 2}).shape == (1, 1)
@@ -76,8 +76,8 @@ def test_mlflow_loads_a_translator(translation: Translation, translator: Transla
         assert error.value.code == code
 
 
-def test_predict_translates_arguments_and_lines(translation: Translation, translator: Translator) -> None:
-    bundle, said = str(translation.bundle), translator.translate(SENTENCES)
+def test_predict_translates_arguments_and_lines(translator: Chain, opened: Translator) -> None:
+    bundle, said = str(translator.bundle), opened.translate(SENTENCES)
     done = CliRunner().invoke(predict, [bundle, *SENTENCES], catch_exceptions=False)
     assert done.stdout.split("\n") == [*(shown(text.replace("\n", " ")) for text in said), ""]
     content = b"12 May\n\ncaf\xe9\nhalf past seven\n"
@@ -93,14 +93,14 @@ def test_predict_translates_arguments_and_lines(translation: Translation, transl
     assert nothing.exception.code == "no-sentences"
 
 
-def test_inspect_shows_what_each_precision_says(translation: Translation, translator: Translator) -> None:
+def test_inspect_shows_what_each_precision_says(translator: Chain, opened: Translator) -> None:
     sentences = [part for text in SENTENCES for part in ("--sentence", text)]
-    done = CliRunner().invoke(inspect, ["--bundle", str(translation.bundle), *sentences, "--json"])
+    done = CliRunner().invoke(inspect, ["--bundle", str(translator.bundle), *sentences, "--json"])
     results = json.loads(done.stdout)["results"]
     assert [(one["sentence"], one["precision"]) for one in results] == [
         (text, precision) for text in SENTENCES for precision in ("fp32", "int8")
     ]
-    assert [one["translation"] for one in results if one["precision"] == "int8"] == translator.translate(SENTENCES)
-    bad = CliRunner().invoke(inspect, ["--bundle", str(translation.bundle), "--sentence", ""])
+    assert [one["translation"] for one in results if one["precision"] == "int8"] == opened.translate(SENTENCES)
+    bad = CliRunner().invoke(inspect, ["--bundle", str(translator.bundle), "--sentence", ""])
     assert isinstance(bad.exception, UserError)
     assert bad.exception.code == "empty-sentence"

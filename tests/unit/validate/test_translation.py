@@ -20,7 +20,8 @@ from components.validate.config import ValidateConfig
 from components.validate.run import run
 from components.validate.schema import Report
 from components.validate.translation import SentenceRunner, by_length, measure
-from tests.unit.texts import HOSTILE, NUM_VAL, Translation
+from tests.unit.sentences import HOSTILE
+from tests.unit.shapes import Chain
 
 
 def settings(**values: Any) -> ValidateConfig:
@@ -28,12 +29,13 @@ def settings(**values: Any) -> ValidateConfig:
     return resolve(ValidateConfig, "validate", {**quick, "benchmark_repeats": 2, **values})
 
 
-def test_report_and_verdict_of_a_translator(translation: Translation, tmp_path: Path) -> None:
+def test_report_and_verdict_of_a_translator(translator: Chain, tmp_path: Path) -> None:
+    num_val = load(translator.dataset, DatasetManifest).manifest.splits["val"].num_images
     chosen = settings(latency_budget="10s", benchmark_batch_sizes=(1, 4), gate={"require_above_chance": False})
     said = run(
-        chosen, StepLog("validate"), bundle=translation.bundle, dataset=translation.dataset, output=tmp_path / "report"
+        chosen, StepLog("validate"), bundle=translator.bundle, dataset=translator.dataset, output=tmp_path / "report"
     )
-    assert f"BLEU on {NUM_VAL} sentences: FP32" in said
+    assert f"BLEU on {num_val} sentences: FP32" in said
     assert "within 10000 ms" in said
     report = load(tmp_path / "report", ReportManifest)
     lines = [json.loads(line) for line in report.file("predictions.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -45,11 +47,11 @@ def test_report_and_verdict_of_a_translator(translation: Translation, tmp_path: 
         bleu = sacrebleu.corpus_bleu([line[precision] for line in lines], [references], force=True)
         assert row.score_pct == pytest.approx(bleu.score, abs=1e-9)
         assert row.chrf_pct == pytest.approx(sacrebleu.corpus_chrf([x[precision] for x in lines], [references]).score)
-        assert row.num_images == NUM_VAL
+        assert row.num_images == num_val
         assert row.size_bytes > 100_000
     same = sum(line["fp32"] == line["int8"] for line in lines)
     int8 = accuracy.row("int8")
-    assert int8.agreement_pct == pytest.approx(100 * same / NUM_VAL)
+    assert int8.agreement_pct == pytest.approx(100 * same / num_val)
     assert int8.comparison is not None
     assert int8.comparison.mcnemar_test == "bootstrap"
     assert accuracy.row("fp16").runtime == "n/a"
@@ -63,18 +65,19 @@ def test_report_and_verdict_of_a_translator(translation: Translation, tmp_path: 
     assert all(row.num_iterations >= 2 * 8 // row.batch_size for row in benchmark.rows)  # every sentence in each turn
     assert benchmark.latency_budget is not None
     assert sum(row.num_sentences for row in benchmark.lengths if row.precision == "int8") == 8
+    text = load(translator.bundle, BundleManifest).manifest.text
     shown = Report.model_validate_json(report.file("report.json").read_bytes())
-    assert (shown.model.text, shown.confusion, shown.class_changes) == (translation.text, None, ())
+    assert (shown.model.text, shown.confusion, shown.class_changes) == (text, None, ())
     page = report.file("report.html").read_text(encoding="utf-8")
     assert HOSTILE not in page
-    assert len(shown.disagreements) == min(NUM_VAL - same, 24)
-    with pytest.raises(GateFailed, match="24 validation sentences, at least 100"):
+    assert len(shown.disagreements) == min(num_val - same, 24)
+    with pytest.raises(GateFailed, match=f"{num_val} validation sentences, at least 100"):
         gate(GateConfig(require_above_chance=False), StepLog("gate"), report=report.path, output=tmp_path / "verdict")
 
 
-def test_data_of_other_languages_are_refused(translation: Translation, tmp_path: Path) -> None:
-    models, data = load(translation.bundle, BundleManifest), load(translation.dataset, DatasetManifest)
-    other = SimpleNamespace(text_spec=translation.text.model_copy(update={"source_language": "fr"}))
+def test_data_of_other_languages_are_refused(translator: Chain, tmp_path: Path) -> None:
+    models, data = load(translator.bundle, BundleManifest), load(translator.dataset, DatasetManifest)
+    other = SimpleNamespace(text_spec=models.manifest.text_spec.model_copy(update={"source_language": "fr"}))
     with pytest.raises(UserError) as error:
         measure(settings(), StepLog("validate"), models, SimpleNamespace(path=data.path, manifest=other), tmp_path)  # type: ignore[arg-type]
     assert error.value.code == "other-languages"

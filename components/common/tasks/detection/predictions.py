@@ -34,7 +34,7 @@ _SPREAD = 0.1  # of an edge, as a share of the object's side: the scale of its L
 
 @dataclass(frozen=True, kw_only=True)
 class BoxPredictions(ByDraws):
-    """What mAP needs of each image: up to 100 detections of 32 bytes, its objects, and 4 bytes a class.
+    """Each image's part of mAP: up to 100 detections of 32 bytes, its objects, and 4 bytes a class.
 
     An image alone is measured by the F1 of its detections that are SURE, with an overlap of 0.5: mAP has no share of an
     image. It counts images that are lost and gained, and orders those to look at; the gate judges mAP.

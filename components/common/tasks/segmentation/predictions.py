@@ -20,7 +20,7 @@ _EPSILON = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class MaskPredictions(ByDraws):
-    """What mIoU needs of each image: its pixels by class. 12 bytes a class and 8 KB an image.
+    """Each image's part of mIoU: its pixels by class. 12 bytes a class and 8 KB an image.
 
     mIoU is the mean over classes of intersection over union, both summed over all images: see Everingham et al., "The
     PASCAL Visual Object Classes Challenge: A Retrospective", 2015.

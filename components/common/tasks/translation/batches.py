@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import ValidationError
 
 from components.common.contracts.errors import EngineryError, UserError
-from components.common.contracts.manifests import Artifact, DatasetManifest, file_problem, first_problem, how_to_renew
+from components.common.contracts.manifests import Artifact, DatasetManifest, file_problem, how_to_renew
 from components.common.data.loader import Batch, LoaderState
 from components.common.tasks.translation.vocabulary import BOS, PAD, Vocabulary
 
@@ -185,13 +184,7 @@ class SentenceLoader:
     def _resumed(self, state: dict[str, Any]) -> int:
         """Return the batches that a loader of this number of processes would have delivered."""
         where = f"can't resume in the middle of the {self._split} split of {self._dataset.path}: the saved state is"
-        try:
-            saved = LoaderState.model_validate(state)
-        except ValidationError as error:
-            raise EngineryError(
-                f"{where} damaged, or no loader's ({first_problem(error)}). Take an earlier checkpoint, or start again",
-                code="damaged-loader-state",
-            ) from None
+        saved = LoaderState.read(state, where)
         per_step = saved.identity.get("batches_per_step")
         differing = saved.differences(self._identity)
         if per_step == self._batches_per_step and not differing:

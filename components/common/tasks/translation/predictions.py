@@ -24,7 +24,7 @@ class TextPredictions(ByDraws):
 
     @classmethod
     def of_texts(cls, hypotheses: Sequence[str], references: Sequence[str], language: str) -> Self:
-        """Of as many references as hypotheses."""
+        """Count words of as many references as hypotheses."""
         if len(hypotheses) != len(references):
             raise ValueError(f"{len(hypotheses)} translations of {len(references)} sentences")
         return cls(

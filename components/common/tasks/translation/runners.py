@@ -1,4 +1,4 @@
-"""What translates sentences: encoder and step of a bundle in OpenVINO, in batches of similar length."""
+"""Translators of sentences: encoder and step of a bundle in OpenVINO, in batches of similar length."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -83,17 +83,23 @@ class Translator:
         return ids
 
     def translate(self, sentences: Sequence[str], *, beam_size: int = 1, batch_size: int = BATCH_SIZE) -> list[str]:
-        """Translations in order.
-
-        Args:
-            sentences: up to the model's number of tokens each.
-            beam_size: candidates that the search keeps; 1 takes the likeliest token each time.
-            batch_size: sentences that are translated together, those of similar length.
+        """Translate sentences of up to the model's number of tokens each. See translate_tokens.
 
         Raises:
             UserError: a sentence is too long.
         """
-        ids = self.tokens(sentences)
+        return self.translate_tokens(self.tokens(sentences), beam_size=beam_size, batch_size=batch_size)
+
+    def translate_tokens(
+        self, ids: Sequence[Sequence[int]], *, beam_size: int = 1, batch_size: int = BATCH_SIZE
+    ) -> list[str]:
+        """Translations in order.
+
+        Args:
+            ids: of each sentence, as `tokens` has them.
+            beam_size: candidates that the search keeps; 1 takes the likeliest token each time.
+            batch_size: sentences that are translated together, those of similar length.
+        """
         found: dict[int, list[int]] = {}
         for places in batches_by_length(ids, batch_size):
             source = padded([ids[place] for place in places])
@@ -114,7 +120,7 @@ def batches_by_length(sentences: Sequence[Sequence[int]], batch_size: int) -> It
 
 
 def open_translator(bundle: Artifact[BundleManifest], precision: Precision) -> Translator:
-    """What runs a precision on this machine.
+    """Open the translator of a precision for this machine.
 
     Raises:
         RuntimeUnavailable: nothing here does.

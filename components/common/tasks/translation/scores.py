@@ -12,7 +12,7 @@ _TOKENIZERS = {"zh": "zh", "ja": "char", "ko": "char", "th": "char", "lo": "char
 
 
 def bleu_statistics(hypotheses: Sequence[str], references: Sequence[str], language: str) -> np.ndarray:
-    """What BLEU counts of each translation, with one reference each.
+    """Counts of BLEU for each translation, with one reference each.
 
     Returns:
         [N, 10] int64: words of the hypothesis, and of the reference; matches of 1 to 4 words; groups of 1 to 4 words in
@@ -49,7 +49,7 @@ def chrf_pct(hypotheses: Sequence[str], references: Sequence[str]) -> float:
 
 
 def signatures(language: str) -> dict[str, str]:
-    """Which BLEU and which chrF: sacrebleu's signatures, by the name of the score."""
+    """Sacrebleu's signatures of BLEU and chrF, by the name of the score."""
     found = {}
     for name, metric in (("BLEU", _bleu(language)), ("chrF", _chrf())):
         metric.num_refs = 1

@@ -41,17 +41,11 @@ def translate_each(
     translator: Translator, sentences: Sequence[bytes | str], *, beam_size: int = 1
 ) -> list[str | UserError]:
     """A translation of each sentence, or why there is none, which calls the sentence "it"."""
-    found: list[str | UserError] = []
-    good: dict[int, str] = {}
-    for place, sentence in enumerate(sentences):
+    read: list[list[int] | UserError] = []
+    for sentence in sentences:
         try:
-            text = read_sentence(sentence, "it")
-            translator.tokens([text])
-            good[place] = text
-            found.append("")
+            read += translator.tokens([read_sentence(sentence, "it")])
         except UserError as error:
-            found.append(UserError(str(error).replace("sentence 1 ", "it ", 1), code=error.code))
-    said = translator.translate(list(good.values()), beam_size=beam_size) if good else []
-    for place, translation in zip(good, said, strict=True):
-        found[place] = translation
-    return found
+            read.append(UserError(str(error).replace("sentence 1 ", "it ", 1), code=error.code))
+    said = iter(translator.translate_tokens([ids for ids in read if isinstance(ids, list)], beam_size=beam_size))
+    return [next(said) if isinstance(ids, list) else ids for ids in read]

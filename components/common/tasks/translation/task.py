@@ -14,7 +14,7 @@ class Translation:
         return fetched
 
     def loss(self, label_smoothing: float) -> nn.Module:
-        """Of logits [B, L, V] and labels [B, L]: the mean over tokens that are no padding."""
+        """From logits [B, L, V] and labels [B, L], the mean over tokens that are no padding."""
         return _TokenLoss(label_smoothing)
 
     def new_totals(self, num_classes: int, device: torch.device) -> torch.Tensor:

@@ -75,7 +75,9 @@ class Vocabulary:
     def decode(self, tokens: Iterable[Sequence[int]]) -> list[str]:
         """The sentence of each list of tokens, up to the first EOS; bytes that are no UTF-8 become U+FFFD."""
         ended = [list(ids[: ids.index(EOS)]) if EOS in ids else list(ids) for ids in tokens]
-        sentences: list[str] = self._processor.decode(ended, num_threads=_NUM_THREADS if len(ended) > _FEW else 1)
+        num_threads = _NUM_THREADS if len(ended) > _FEW else 1
+        # Of no list the library makes one empty sentence.
+        sentences: list[str] = self._processor.decode(ended, num_threads=num_threads) if ended else []
         return sentences
 
 
