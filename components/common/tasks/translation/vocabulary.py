@@ -15,7 +15,7 @@ from components.common.contracts.manifests import write_atomically
 VOCABULARY = "vocabulary.model"  # its file in an artifact
 PAD, BOS, EOS, UNKNOWN = 0, 1, 2, 3
 _MAX_CHARACTERS = 1000  # of a sentence that are looked at for the vocabulary
-_NUM_THREADS = 4  # sums of floating-point numbers depend on it, and so does the vocabulary
+_NUM_THREADS = 4
 _FEW = 64  # sentences that one thread encodes sooner than several are started
 
 
@@ -82,11 +82,14 @@ class Vocabulary:
 
 
 def train_vocabulary(lines: Iterable[str], size: int, path: Path) -> int:
-    """Write a vocabulary of both languages' sentences: a unigram model whose tokens also spell any byte.
+    """Write a vocabulary of both languages' sentences by byte-pair encoding; its tokens also spell any byte.
 
-    Digits are tokens of their own. The same sentences in the same order give the same file.
+    Digits are tokens of their own. The same sentences in the same order give the same file. SentencePiece's unigram
+    model is not used: it chooses among strings that different characters follow, so that a frequent word becomes no
+    token where a space always follows it, as "and" in the built-in phrases.
 
-    Source: Kudo, "Subword Regularization" (2018); Kudo and Richardson, "SentencePiece" (2018).
+    Source: Sennrich et al., "Neural Machine Translation of Rare Words with Subword Units" (2016); Kudo and Richardson,
+    "SentencePiece" (2018).
 
     Args:
         lines: sentences in NFC.
@@ -104,7 +107,7 @@ def train_vocabulary(lines: Iterable[str], size: int, path: Path) -> int:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=(line[:_MAX_CHARACTERS] for line in lines),
             model_writer=model,
-            model_type="unigram",
+            model_type="bpe",
             vocab_size=size,
             hard_vocab_limit=False,
             byte_fallback=True,

@@ -40,6 +40,11 @@ def test_any_text_comes_back_as_it_was(file: Path, lines: list[str]) -> None:
     assert [len(ids) for ids in vocabulary.encode(["1987", "7"])] == [6, 3]  # a digit is a token
 
 
+def test_a_frequent_word_that_a_space_always_follows_is_a_token(file: Path, lines: list[str]) -> None:
+    assert not any(line.endswith(" and") or " and," in line for line in lines)
+    assert list(map(len, Vocabulary.read(file).encode(["and", "and and"]))) == [2, 3]
+
+
 def test_decoding_stops_at_the_end_of_a_sentence(file: Path) -> None:
     vocabulary = Vocabulary.read(file)
     (ids,) = vocabulary.encode(["halb vier"])
