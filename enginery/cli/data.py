@@ -110,7 +110,7 @@ def shapes(directory: Path, num_train: int, num_val: int, seed: int, image_size:
 
 @data.command()
 @DIRECTORY
-@click.option("--num-pairs", default=40000, show_default=True, help="Pairs of sentences.")
+@click.option("--num-pairs", default=80000, show_default=True, help="Pairs of sentences.")
 @click.option("--seed", default=0, show_default=True, help="Another seed: other pairs of the same kinds.")
 def phrases(directory: Path, num_pairs: int, seed: int) -> None:
     """English numbers, dates, amounts and clock times with their German translations.

@@ -385,7 +385,7 @@ def phrase_pair(rng: np.random.Generator) -> tuple[str, str]:
     return english, german
 
 
-def write_phrases(directory: Path, *, num_pairs: int = 40_000, seed: int = 0) -> DatasetSummary:
+def write_phrases(directory: Path, *, num_pairs: int = 80_000, seed: int = 0) -> DatasetSummary:
     """Write DIRECTORY/pairs.tsv: an English sentence, a tab and its German one a line, none twice.
 
     Args:

@@ -245,5 +245,5 @@ ARCHITECTURES: dict[str, Callable[[int], nn.Module]] = {
     "transformer_base": partial(Transformer, width=512, num_heads=8, num_layers=(6, 6), dropout=0.1),
     "transformer_small": partial(Transformer, width=192, num_heads=4, num_layers=(2, 2), dropout=0.1),
     "lstm_base": partial(AttentionLstm, width=1024, num_layers=2, dropout=0.2),
-    "lstm_small": partial(AttentionLstm, width=256, num_layers=1, dropout=0.1),
+    "lstm_small": partial(AttentionLstm, width=192, num_layers=1, dropout=0.0),
 }
