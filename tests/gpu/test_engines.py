@@ -14,6 +14,7 @@ from components.common.contracts.records import EngineEntry
 from components.common.contracts.transforms import ShapeSpec
 from components.common.data.evaluation import predict, predict_in_parts
 from components.common.data.loader import Batch
+from components.common.runtimes.architectures import build_model
 from components.common.runtimes.onnxruntime import OnnxRuntimeRunner
 from components.common.runtimes.tensorrt import (
     TensorRTRunner,
@@ -118,6 +119,21 @@ def test_logits_are_those_of_torch(network, bundle, built, precision, batch):
     assert logits.shape == (batch, 10)
     assert logits.dtype == np.float32
     assert np.abs(logits - expected).max() <= TOLERANCE[precision] * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("architecture", ["detection/fcos_small", "segmentation/fpn_small"])
+def test_outputs_may_have_more_axes_than_those_of_a_classifier(architecture, tmp_path):
+    torch.manual_seed(0)
+    network, shapes = build_model(architecture, 3).eval(), ShapeSpec(height=64, width=64, opt_batch=4, max_batch=8)
+    export_onnx(network, tmp_path / "fp32.onnx", shapes)
+    build_engine(tmp_path / "fp32.onnx", precision="fp32", shapes=shapes, plan_path=tmp_path / "fp32.plan")
+    inputs = np.random.default_rng(0).standard_normal(shapes.input_shape(11), dtype=np.float32)
+    with torch.inference_mode():
+        expected = network(torch.from_numpy(inputs)).numpy()
+    runner = TensorRTRunner(tmp_path / "fp32.plan", shapes)
+    for _ in range(3):  # the second and third time as a CUDA graph
+        np.testing.assert_allclose(runner.infer(inputs), expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
+    runner.close()
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])

@@ -5,7 +5,7 @@ import importlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -243,13 +243,11 @@ def profile_layers(
     runtime, engine = load_engine(plan_path, entry)
     names = (shapes.input_name, shapes.output_name)
     dtypes = [_torch_dtype(trt, engine.get_tensor_dtype(name)) for name in names]
-    classes = tuple(engine.get_tensor_shape(shapes.output_name))[1]
     images = torch.randn(shapes.input_shape(batch_size), device="cuda").to(dtypes[0])
-    logits = torch.empty((batch_size, classes), dtype=dtypes[1], device="cuda")
     context, stream, profiler = engine.create_execution_context(), _new_stream(images.device), Profiler()
-    context.set_input_shape(shapes.input_name, shapes.input_shape(batch_size))
+    outputs = torch.empty(_output_shape(context, shapes, batch_size), dtype=dtypes[1], device="cuda")
     context.set_tensor_address(shapes.input_name, images.data_ptr())
-    context.set_tensor_address(shapes.output_name, logits.data_ptr())
+    context.set_tensor_address(shapes.output_name, outputs.data_ptr())
     torch.cuda.synchronize()
     for number in range(runs + 5):
         if number == 5:  # the clocks are up by now
@@ -293,7 +291,6 @@ class TensorRTRunner:
         with self._counting_memory():
             self._runtime, self._engine = load_engine(plan_path, entry)
         _check_engine(self._engine, plan_path, shapes)
-        self._classes = tuple(self._engine.get_tensor_shape(shapes.output_name))[1]
         names = (shapes.input_name, shapes.output_name)
         self._dtypes = [_torch_dtype(trt, self._engine.get_tensor_dtype(name)) for name in names]
         self._streams: list[_InferenceStream] = []
@@ -304,9 +301,7 @@ class TensorRTRunner:
         with self._counting_memory():
             while len(self._streams) < num_streams:
                 self._streams.append(
-                    _InferenceStream(
-                        self._engine, self._cuda, self._shapes, self._classes, self._dtypes, self._not_captured
-                    )
+                    _InferenceStream(self._engine, self._cuda, self._shapes, self._dtypes, self._not_captured)
                 )
             torch.cuda.synchronize(self._cuda)  # the buffers were zeroed on another stream than will use them
 
@@ -321,14 +316,15 @@ class TensorRTRunner:
         self.memory_bytes += max(_used_bytes(self._cuda) - before, 0)
 
     def infer(self, images: Images) -> np.ndarray:
-        """Logits of a batch of any size; more than `max_batch` images are run in several batches.
+        """Outputs of a batch of any size; more than `max_batch` images are run in several batches.
 
         Args:
             images: [B, channels, height, width] float32, normalized; on the host or on the engine's GPU, in any
                 memory format.
 
         Returns:
-            [B, classes] float32.
+            [B, ...] float32, as the network returns them: [B, classes], [B, anchors, 8 + classes],
+            [B, classes, height, width].
         """
         self._check_open()
         expected = self._shapes.input_shape(len(images))
@@ -337,14 +333,14 @@ class TensorRTRunner:
                 f"the engine takes images of shape [batch, {expected[1:]}], got {images.shape}",
                 code="wrong-image-shape",
             )
-        logits = np.empty((len(images), self._classes), np.float32)
+        outputs = np.empty((len(images), *self._streams[0].output_shape[1:]), np.float32)
         if isinstance(images, np.ndarray):
             images = torch.from_numpy(np.require(images, np.float32, ["C", "W"]))
         with torch.cuda.device(self._cuda):
             for start in range(0, len(images), self._shapes.max_batch):
                 chunk = images[start : start + self._shapes.max_batch]
-                logits[start : start + len(chunk)] = self._streams[0].infer(chunk)
-        return logits
+                outputs[start : start + len(chunk)] = self._streams[0].infer(chunk)
+        return outputs
 
     def _check_open(self) -> None:
         if self._engine is None:
@@ -420,7 +416,6 @@ class _InferenceStream:
         engine: Any,
         device: torch.device,
         shapes: ShapeSpec,
-        classes: int,
         dtypes: list[torch.dtype],
         not_captured: set[int],
     ) -> None:
@@ -433,10 +428,12 @@ class _InferenceStream:
             )
         self._device, self._shapes = device, shapes
         self._compute, self._upload, self._download = (_new_stream(device) for _ in range(3))
-        self._behind, self._ahead = (_BufferSet(device, shapes, classes, dtypes) for _ in range(2))
+        self.output_shape = _output_shape(self._context, shapes, shapes.max_batch)
+        image_shape = shapes.input_shape(shapes.max_batch)
+        self._behind, self._ahead = (_BufferSet(device, image_shape, self.output_shape, dtypes) for _ in range(2))
 
     def infer(self, images: torch.Tensor) -> np.ndarray:
-        """Logits of a batch of at most `max_batch` images, which lie on the host or on this GPU."""
+        """Outputs of a batch of at most `max_batch` images, which lie on the host or on this GPU."""
         # A batch under the profile's minimum is filled up with what the buffer holds: images don't affect each other.
         buffers, batch = self._behind, max(len(images), self._shapes.min_batch)
         if buffers.last_batch == batch and batch not in buffers.graphs:
@@ -541,13 +538,14 @@ class _InferenceStream:
 class _BufferSet:
     """Buffers for one batch of the largest size, their CUDA graphs by batch size, and the events of a measurement."""
 
-    def __init__(self, device: torch.device, shapes: ShapeSpec, classes: int, dtypes: list[torch.dtype]) -> None:
-        # [max_batch, channels, height, width] and [max_batch, classes]; pinned: else copies block.
-        image_shape, logit_shape = shapes.input_shape(shapes.max_batch), (shapes.max_batch, classes)
+    def __init__(
+        self, device: torch.device, image_shape: Sequence[int], output_shape: Sequence[int], dtypes: list[torch.dtype]
+    ) -> None:
+        # On the host pinned: else copies block.
         self.host_in = torch.zeros(image_shape, dtype=dtypes[0], pin_memory=True)
-        self.host_out = torch.zeros(logit_shape, dtype=dtypes[1], pin_memory=True)
+        self.host_out = torch.zeros(output_shape, dtype=dtypes[1], pin_memory=True)
         self.device_in = torch.zeros(image_shape, dtype=dtypes[0], device=device)
-        self.device_out = torch.zeros(logit_shape, dtype=dtypes[1], device=device)
+        self.device_out = torch.zeros(output_shape, dtype=dtypes[1], device=device)
         self.graphs: dict[int, torch.cuda.CUDAGraph | None] = {}  # None: can't be captured
         self.last_batch = 0
         self.upload, self.compute, self.download = ((_new_event(), _new_event()) for _ in range(3))
@@ -573,6 +571,12 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream:
 
 def _new_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # of torch's stubs
+
+
+def _output_shape(context: Any, shapes: ShapeSpec, batch_size: int) -> tuple[int, ...]:
+    """Shape of the output for so many images. The context computes it: an engine may leave more than batches open."""
+    context.set_input_shape(shapes.input_name, shapes.input_shape(batch_size))
+    return tuple(context.get_tensor_shape(shapes.output_name))
 
 
 def _check_engine(engine: Any, plan_path: Path, shapes: ShapeSpec) -> None:

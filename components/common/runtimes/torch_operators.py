@@ -235,6 +235,63 @@ def _pad(
     return functional.pad(x, arguments, mode="replicate" if mode == "edge" else "reflect")
 
 
+def resize(
+    x: Tensor,
+    roi: Tensor | None = None,
+    scales: Tensor | None = None,
+    sizes: Tensor | None = None,
+    /,
+    *,
+    coordinate_transformation_mode: Literal[
+        "half_pixel", "pytorch_half_pixel", "align_corners", "asymmetric"
+    ] = "half_pixel",
+    mode: Literal["nearest", "linear"] = "nearest",
+    nearest_mode: Literal["round_prefer_floor", "round_prefer_ceil", "floor", "ceil"] = "round_prefer_floor",
+    antialias: Literal[0] = 0,
+    keep_aspect_ratio_policy: Literal["stretch"] = "stretch",
+    exclude_outside: Literal[0] = 0,
+    cubic_coeff_a: float = -0.75,
+    extrapolation_value: float = 0.0,
+) -> Tensor:
+    """Resize every axis to `sizes`, or by `scales` where these are given instead."""
+    for axis in range(x.dim()):
+        before = x.shape[axis]
+        if sizes is not None and sizes.numel():
+            after = int(sizes[axis])
+            scale = float(np.float32(after) / np.float32(before))
+        else:
+            assert scales is not None  # ONNX asks for one of both
+            scale = float(scales[axis])
+            after = math.floor(before * scale)
+        if (before, scale) == (after, 1):
+            continue
+        places = torch.arange(after, dtype=torch.float32)
+        if coordinate_transformation_mode == "align_corners":
+            places *= (before - 1) / max(after - 1, 1)
+        elif coordinate_transformation_mode == "asymmetric":
+            places /= scale
+        else:
+            places = (places + 0.5) / scale - 0.5
+            if coordinate_transformation_mode == "pytorch_half_pixel" and after == 1:
+                places *= 0
+        if mode == "nearest":
+            rounded = {
+                "floor": places.floor(),
+                "ceil": places.ceil(),
+                "round_prefer_ceil": (places + 0.5).floor(),
+                "round_prefer_floor": (places - 0.5).ceil(),
+            }[nearest_mode]
+            x = x.index_select(axis, rounded.long().clamp(0, before - 1).to(x.device))
+            continue
+        places = places.clamp(0, before - 1)
+        low = places.floor()
+        share = (places - low).to(x.device, x.dtype).reshape([-1] + [1] * (x.dim() - 1 - axis))
+        first = low.long().to(x.device)
+        second = (first + 1).clamp(max=before - 1)
+        x = torch.lerp(x.index_select(axis, first), x.index_select(axis, second), share)
+    return x
+
+
 # --- weighted layers and normalization
 
 
@@ -563,6 +620,7 @@ OPERATORS: dict[str, Function] = {
     "ReduceSum": reduce(torch.sum),
     "Relu": _unary(torch.relu),
     "Reshape": _reshape,
+    "Resize": resize,
     "ScatterND": _scatter_nd,
     "Shape": lambda x, /, *, start=0, end=None: torch.tensor(x.shape[start:end]),  # on the CPU
     "Sigmoid": _unary(torch.sigmoid),

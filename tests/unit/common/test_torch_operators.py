@@ -47,6 +47,15 @@ def ints(*values):
 
 
 IMAGE = normal(2, 4, 11, 9)
+RESIZES = [
+    ("Resize", [IMAGE, None, *size], {"mode": mode, "coordinate_transformation_mode": places, "nearest_mode": rounding})
+    for size in ([None, ints(2, 4, 22, 18)], [None, ints(2, 4, 5, 13)], [np.float32([1, 1, 1.7, 0.6])])
+    for places in ("half_pixel", "pytorch_half_pixel", "align_corners", "asymmetric")
+    for mode, rounding in (
+        ("linear", "floor"),
+        *(("nearest", rounding) for rounding in ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")),
+    )
+]
 CONV = {"kernel_shape": [3, 3]}
 POOL = {"kernel_shape": [3, 3], "strides": [2, 2]}
 OPERATORS = [
@@ -137,6 +146,7 @@ OPERATORS = [
     ("DequantizeLinear", [np.arange(-128, 128, dtype=np.int8), np.float32(0.1), np.int8(5)], {}),
     ("DequantizeLinear", [(IMAGE * 30).astype(np.int8), np.abs(normal(4)), np.zeros(4, np.int8)], {"axis": 1}),
     ("DequantizeLinear", [(IMAGE * 3000).astype(np.int32), np.float32(0.1)], {}),
+    *RESIZES,
 ]
 
 
