@@ -13,7 +13,7 @@ from components.common.contracts.manifests import Artifact, DatasetManifest, fil
 from components.common.data.loader import Batch, LoaderState
 from components.common.tasks.translation.vocabulary import BOS, PAD, Vocabulary
 
-LENGTH_STEP = 8  # lengths of batches are multiples of it: few shapes, and whole tiles of tensor cores
+LENGTH_STEP = 8  # on GPUs lengths of batches are multiples of it: few shapes, and whole tiles of tensor cores
 _WINDOW = 100  # steps whose pairs are sorted by length together
 _CHUNK = 10_000  # sentences that are encoded at a time
 
@@ -46,7 +46,8 @@ class SentenceLoader:
     """Batches of one split, epoch after epoch, as Loader has them of images.
 
     A batch's images are [B, 2, L] int64: the source with EOS, and the target behind BOS and without EOS; its labels
-    are [B, L] int64, the target with EOS. PAD fills up; L is a multiple of LENGTH_STEP.
+    are [B, L] int64, the target with EOS. PAD fills up; L is the longest sentence's, on a GPU the next multiple of
+    LENGTH_STEP.
 
     In training an epoch is cut into steps, whose pairs are of similar length, in random order. No pair comes twice in
     an epoch; those that fill no step are left out, others each time. What a step holds does not depend on the number
@@ -89,6 +90,7 @@ class SentenceLoader:
         self._dataset, self._split, self._training, self._seed = dataset, split, training, seed
         self._batch_size, self._batches_per_step = batch_size, batches_per_step
         self._shard_id, self._num_shards, self._device_id = shard_id, num_shards, device_id
+        self._length_step = 1 if device_id is None else LENGTH_STEP
         file = dataset.manifest.text_spec.vocabulary
         vocabulary = Vocabulary.read(dataset.file(file))
         self.num_classes = vocabulary.size
@@ -160,7 +162,7 @@ class SentenceLoader:
         return order.reshape(self._num_steps, self._step_size)[rng.permutation(self._num_steps)]
 
     def _batch(self, which: Indices) -> Batch:
-        length = math.ceil(self._longest[which].max() / LENGTH_STEP) * LENGTH_STEP
+        length = math.ceil(self._longest[which].max() / self._length_step) * self._length_step
         labels = self._targets.padded(which, length)
         inputs = np.full_like(labels, BOS)
         inputs[:, 1:] = labels[:, :-1]

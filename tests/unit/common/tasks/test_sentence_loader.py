@@ -79,10 +79,13 @@ def sentences(dataset: Artifact[DatasetManifest], batch: Batch) -> list[tuple[st
     return list(zip(*sides, strict=True))
 
 
+@pytest.mark.parametrize("length_step", [1, LENGTH_STEP])  # on a CPU and on a GPU
 def test_a_batch_is_what_the_network_reads_and_predicts(
-    dataset: Artifact[DatasetManifest], pairs: dict[str, list[tuple[str, str]]]
+    dataset: Artifact[DatasetManifest], pairs: dict[str, list[tuple[str, str]]], length_step: int
 ) -> None:
     loader = SentenceLoader(dataset, "val", training=False, batch_size=10)
+    assert loader._length_step == 1
+    loader._length_step = length_step
     batches = list(loader)
     assert [len(batch.labels) for batch in batches] == [10] * 10 + [3]
     assert (len(loader), loader.num_images) == (11, NUM_VAL)
@@ -92,7 +95,7 @@ def test_a_batch_is_what_the_network_reads_and_predicts(
         assert (batch.images.dtype, batch.labels.dtype) == (torch.int64, torch.int64)
         number, _, length = batch.images.shape
         assert (batch.images.shape, batch.labels.shape) == ((number, 2, length), (number, length))
-        assert length % LENGTH_STEP == 0
+        assert length % length_step == 0
         source, inputs = batch.images.unbind(1)
         for row, read, label in zip(source, inputs, batch.labels, strict=True):
             ended = (label != PAD).sum()
@@ -105,7 +108,7 @@ def test_a_batch_is_what_the_network_reads_and_predicts(
             ended = (row != PAD).sum()
             assert row[ended - 1] == EOS
             assert not row[ended:].any()
-        assert max((source != PAD).sum(1).max(), (batch.labels != PAD).sum(1).max()) > length - LENGTH_STEP
+        assert max((source != PAD).sum(1).max(), (batch.labels != PAD).sum(1).max()) > length - length_step
     assert all(map(same, batches, loader))  # again from the start
 
 
