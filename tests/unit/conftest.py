@@ -16,6 +16,7 @@ from components.common.process.steplog import StepLog
 from components.export.config import ExportConfig
 from components.export.onnx_export import export_onnx
 from components.export.run import run as export
+from components.export.sources import check_model
 from components.gate.config import GateConfig
 from components.gate.run import run as gate
 from components.validate.config import ValidateConfig
@@ -23,7 +24,7 @@ from components.validate.run import run as validate
 from tests.conftest import Shared
 
 from . import sentences, shapes
-from .networks import build, digits_network, read_here, shapes_of
+from .networks import build, digits_network, shapes_of
 from .registered import (
     NAME,
     checkout,
@@ -49,6 +50,16 @@ def _tracks_nowhere() -> Iterator[None]:
     """MLflow keeps the last store that anything in the process named, also for those who name another later."""
     yield
     mlflow.set_tracking_uri(None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_exports() -> Iterator[None]:
+    """This process reads the models, as test_preflight.py does not; and which of equals is faster is not for tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("components.export.run.check_apart", check_model)
+        for module in ("mixed", "quantization"):
+            patch.setattr(f"components.export.{module}._TURN_S", 0.02)
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +91,7 @@ def proved(digits_dataset: Artifact[DatasetManifest], shared: Shared) -> Proved:
         settings |= {"num_ranking_images": 0, "mixed_engines": 0}
         config = resolve(ExportConfig, "export", settings)
         source = {"model": folder / "digits.onnx", "dataset": digits_dataset.path}
-        with read_here():
-            export(config, StepLog("export"), **source, output=folder / "bundle")
+        export(config, StepLog("export"), **source, output=folder / "bundle")
         measure(folder / "bundle", digits_dataset.path, folder, LENIENT)
 
     return Proved(dataset=digits_dataset, folder=shared("proved", build))

@@ -1,14 +1,12 @@
 """Networks for tests: one that is small enough to be trained, torchvision's with random weights, graphs of nodes."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import pytest
 import torch
 import torchvision
 from onnx import TensorProto, helper, numpy_helper
@@ -18,15 +16,6 @@ from torchvision.models import VisionTransformer
 from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.transforms import ShapeSpec, TransformSpec
 from components.common.data.loader import Loader
-from components.export.sources import check_model
-
-
-@contextmanager
-def read_here() -> Iterator[None]:
-    """Meanwhile this process reads the models that export gets, which spares seconds; test_preflight.py has others."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("components.export.run.check_apart", check_model)
-        yield
 
 
 def digits_network(dataset: Artifact[DatasetManifest]) -> nn.Module:

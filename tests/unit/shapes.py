@@ -7,14 +7,12 @@ from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
 from components.export.config import ExportConfig
 from components.export.run import run as export
-from components.preprocess.config import PreprocessConfig
-from components.preprocess.run import run as preprocess
 from components.train.config import TrainConfig
 from components.train.training import train
 from components.validate.config import ValidateConfig
 from components.validate.run import run as validate
 from enginery.datasets.shapes import write_shapes
-from tests.conftest import Shared
+from tests.conftest import Shared, run_step
 
 THRESHOLDS = {"max_drop_points": 100.0, "min_relative_score_pct": 0.0, "min_validation_images": 10}
 THRESHOLDS |= {"require_above_chance": False}
@@ -36,8 +34,7 @@ def made_chain(shared: Shared, task: str, architecture: str) -> Chain:
     def build(folder: Path) -> None:
         write_shapes(folder / "data", num_train=96, num_val=48, image_size=64)
         log, data = StepLog("test"), folder / "dataset"
-        settings: dict[str, object] = {"data": str(folder / "data"), "task": task}
-        preprocess(resolve(PreprocessConfig, "preprocess", settings), log, output=data)
+        run_step(folder / "data", data, task=task)
         settings = {"architecture": f"{task}/{architecture}", "image_size": 64, "epochs": 2, "optimizer": "adamw"}
         settings |= {"global_batch_size": 16, "learning_rate": 0.064, "num_processes": 1, "resize_ratio": 1.0}
         settings |= {"label_smoothing": 0.0}

@@ -1,5 +1,7 @@
 """Operations, parameters and memory of networks, beside published figures, PyTorch's own counter and measurements."""
 
+from functools import cache
+
 import onnx
 import pytest
 import torch
@@ -51,10 +53,10 @@ def test_onnx_files_count_as_their_model_and_in_int8(tmp_path) -> None:
 
 def test_memory_is_what_was_measured() -> None:
     """Within 10 % of every training in benchmarks/results, also of those on several GPUs and of JPEG files."""
-    measured = advise.measured_memory()
+    measured, memory_of = advise.measured_memory(), cache(training_memory)
     assert len(measured) >= 21
     for architecture, image_size, precision, batch_size, memory_gb in measured:
-        memory = training_memory(architecture, image_size, half=precision != "fp32")
+        memory = memory_of(architecture, image_size, half=precision != "fp32")
         assert memory.needed_bytes(batch_size) / 1e9 == pytest.approx(memory_gb, rel=0.1)
         assert memory.largest_batch(memory.needed_bytes(batch_size)) == batch_size
 

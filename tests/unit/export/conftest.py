@@ -6,19 +6,7 @@ import pytest
 from components.export.calibration import collect_with_onnxruntime, compute_scale
 from components.export.placement import activation_tensors
 
-from ..networks import random_images, read_here, shapes_of
-
-
-@pytest.fixture(autouse=True)
-def _short_turns(monkeypatch):
-    """Which of equals is faster is not for tests."""
-    monkeypatch.setattr("components.export.mixed._TURN_S", 0.02)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _models_are_read_here():
-    with read_here():
-        yield
+from ..networks import random_images, shapes_of
 
 
 @pytest.fixture(scope="session")

@@ -51,7 +51,6 @@ class SlowBlock(OpenVINOBackend):
 
 @pytest.fixture
 def backend(resnet18, tmp_path, monkeypatch):
-    monkeypatch.setattr("components.export.mixed._TURN_S", 0.05)  # which of them is faster is not looked at
     path, model, _, scales = resnet18
     everything = tuple(quantizable_layers(model))
     reference = Compiled(name="FP32", precision="fp32", excluded=everything, graph=model, file=path)

@@ -322,9 +322,10 @@ def test_weights_that_give_no_answers_are_refused_before_and_in_export(
 
 
 def test_a_model_of_a_few_bytes_that_takes_much_memory_is_refused(
-    few_digits: Path, tmp_path: Path, digits_dataset: Artifact[DatasetManifest]
+    few_digits: Path, tmp_path: Path, digits_dataset: Artifact[DatasetManifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its constants are computed: 10 GB, which there may be, and for which other processes may be ended."""
+    monkeypatch.setattr("components.export.run.check_apart", model_check.check_apart)
     nodes = [
         helper.make_node("GlobalAveragePool", ["x"], ["pooled"]),
         helper.make_node("Flatten", ["pooled"], ["flat"]),
@@ -416,16 +417,16 @@ def test_more_memory_than_there_is_is_refused_with_what_fits(monkeypatch: pytest
 
 
 def test_weights_alone_can_be_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vit_h_14 on 8 GB, whatever the batch; and the most images that fit where some do."""
-    huge = {"architecture": "vit_h_14", "image_size": 224, "global_batch_size": 1, "train": {"precision": "bf16"}}
-    memory(monkeypatch, 4 * GB, 3 * GB, (Gpu(name="P4", memory_bytes=7 * GB, driver="580"),))
+    """Whatever the batch, where memory is little for the network; and the most images that fit where some do."""
+    huge = {**LARGE, "global_batch_size": 1, "train": {"precision": "bf16"}}
+    memory(monkeypatch, 4 * GB, 3 * GB, (Gpu(name="P4", memory_bytes=GB // 4, driver="580"),))
     assert "weights, gradients and optimizer alone take" in check_memory(huge)
-    memory(monkeypatch, 4 * GB, 3 * GB, (Gpu(name="T4", memory_bytes=15 * GB, driver="580"),))
+    memory(monkeypatch, 4 * GB, 3 * GB, (Gpu(name="T4", memory_bytes=GB, driver="580"),))
     text = check_memory({**huge, "global_batch_size": 64})
     largest = int(re.search(r"At most (\d+) images fit: try --set train.per_gpu_batch_size=(\d+)", text)[1])
     needed = training_memory(huge)
-    assert needed.needed_bytes(largest) <= 15 * GB < needed.needed_bytes(largest + 1)
-    memory(monkeypatch, 8 * GB, 7 * GB)
+    assert needed.needed_bytes(largest) <= GB < needed.needed_bytes(largest + 1)
+    memory(monkeypatch, preflight._REST_BYTES + GB // 4, preflight._REST_BYTES)
     with refuses("too-little-memory", "--global-batch-size") as caught:
         check_memory({**huge, "train": {}})
     assert "for weights, gradients and optimizer at any batch" in str(caught.value)

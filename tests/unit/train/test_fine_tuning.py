@@ -170,8 +170,9 @@ def served(folder: Path, **changed: Any) -> Iterator[str]:
 
 
 @pytest.fixture
-def published(tmp_path: Path) -> Path:
-    """A folder with weights of a small network in both kinds of file."""
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with weights of a small network in both kinds of file. Nobody waits before the next attempt."""
+    monkeypatch.setattr(places, "_ATTEMPTS_S", (0.0, 0.0))
     weights = build_model("squeezenet1_1", 10).state_dict()
     (tmp_path / "files").mkdir()
     save_file(weights, tmp_path / "files" / "w.safetensors")
@@ -196,9 +197,8 @@ def test_weights_behind_a_uri(published: Path, name: str) -> None:
         start(10, pretrained=f"{address}/{name}", **small)
 
 
-def test_hostile_servers(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_servers(published: Path) -> None:
     """Nothing of what they give is run or written anywhere, and nothing inside this network is read for them."""
-    monkeypatch.setattr(places, "_ATTEMPTS_S", (0.0, 0.0))
     torch.save(build_model("squeezenet1_1", 2), published / "model.pth")
     (published / "short.pth").write_bytes((published / "w.pth").read_bytes()[:-100])
     before = set(published.parent.rglob("*"))

@@ -73,18 +73,18 @@ def test_a_try_in_another_pod_resumes_from_the_volume(go: Go, tmp_path: Path, mo
     volume.mkdir()
     monkeypatch.setenv(VOLUME_VARIABLE, str(volume))
     monkeypatch.setenv(KFP_RUN_VARIABLE, "run-1")
-    go("first-pod", sigterm_after=8)
+    go("first-pod", sigterm_after=8, epochs=2)
     monkeypatch.setenv(KFP_RUN_VARIABLE, "run-2")
-    assert resumed(go("other-run")) == 0
+    assert resumed(go("other-run", epochs=2)) == 0
     monkeypatch.setenv(KFP_RUN_VARIABLE, "run-1")
-    assert resumed(go("second-pod")) == 8
+    assert resumed(go("second-pod", epochs=2)) == 8
     assert weights(tmp_path / "second-pod") == weights(tmp_path / "other-run")
     assert list((volume / "enginery/runs").iterdir()) == []  # the checkpoints went with success
 
 
 def test_sigterm_during_validation(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not wait for the rest of it: the checkpoint is of the epoch's last step, and validation begins again."""
-    go("whole", global_batch_size=8)
+    go("whole", epochs=2)
     deliver, num_validations = Loader.__iter__, 0
 
     def interrupted(loader: Loader) -> Iterator[Batch]:
@@ -93,14 +93,14 @@ def test_sigterm_during_validation(go: Go, tmp_path: Path, monkeypatch: pytest.M
             yield batch
             if loader._split == "val":
                 num_validations += 1
-                if num_validations == 5:  # the second batch of three of the second epoch
+                if num_validations == 1:  # of two batches
                     os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Loader, "__iter__", interrupted)
-    go("broken", stops_after=24, global_batch_size=8)
-    assert num_validations == 5
+    go("broken", stops_after=6, epochs=2)
+    assert num_validations == 1
     monkeypatch.undo()
-    assert resumed(go("broken", global_batch_size=8)) == 24
+    assert resumed(go("broken", epochs=2)) == 6
     assert weights(tmp_path / "broken") == weights(tmp_path / "whole")
 
 

@@ -26,7 +26,6 @@ from components.validate.report import _confusion, change, class_changes, class_
 from components.validate.run import _undefined_note
 from components.validate.schema import Report
 from tests.unit.measurements import predictions
-from tests.unit.networks import read_here
 
 GATE: dict[str, Any] = {"max_drop_points": 9.0, "min_relative_score_pct": 90.0, "max_class_drop_points": 30.0}
 
@@ -102,8 +101,7 @@ def bundle(digits_dataset: Artifact[DatasetManifest], tmp_path_factory: pytest.T
     export_onnx(fitted(digits_dataset), root / "small.onnx", ShapeSpec(height=32, width=32))
     settings = {"num_calibration_images": 64, "calibration_method": "max", "fallback": False, "resize_ratio": 1.0}
     config = resolve(ExportConfig, "export", {**settings, "tensorrt": "off", "mixed_engines": 0})
-    with read_here():
-        run(config, StepLog("export"), model=root / "small.onnx", dataset=digits_dataset.path, output=root / "bundle")
+    run(config, StepLog("export"), model=root / "small.onnx", dataset=digits_dataset.path, output=root / "bundle")
     return root / "bundle"
 
 

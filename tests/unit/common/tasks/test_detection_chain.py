@@ -25,6 +25,7 @@ from components.common.process.steplog import StepLog
 from components.common.runtimes.architectures import build_model
 from components.common.tasks.answers import View, answers_of
 from components.export.config import ExportConfig
+from components.export.quantization import ArithmeticSearch, first_arithmetic
 from components.export.run import run as export
 from components.gate.config import GateConfig
 from components.gate.run import run as gate
@@ -98,7 +99,10 @@ def test_inspect_lists_objects(chain: Chain, tmp_path: Path) -> None:
     assert fp16["runtime"] == "n/a"
 
 
-def test_a_detector_on_a_backbone_of_timm_becomes_int8(chain: Chain, tmp_path: Path) -> None:
+def test_a_detector_on_a_backbone_of_timm_becomes_int8(
+    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ArithmeticSearch, "choose", lambda search: first_arithmetic(search.fp32))  # of files for CPUs
     architecture = "detection/fcos_fpn/timm/mobilenetv3_small_050"
     torch.manual_seed(0)
     network = build_model(architecture, len(CLASSES) - 1).eval()
