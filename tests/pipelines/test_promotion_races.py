@@ -23,14 +23,13 @@ from enginery.registry.audit import trace
 from .servers import door, free_port, postgresql, server, stop
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = "raced"
 
 
 def promoter(uri: str, folder: Path, names: Sequence[str]) -> subprocess.Popen[str]:
-    """A process that promotes one version after the other; "a-070" has a top-1 of 70 %."""
+    """A process that promotes versions of the folder's model one after the other; "a-070" has a top-1 of 70 %."""
     limits = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.unit.registered", uri, str(folder), MODEL, *names],
+        [sys.executable, "-m", "tests.unit.registered", uri, str(folder), folder.name, *names],
         cwd=ROOT,
         env={**os.environ, **limits},
         stdout=subprocess.PIPE,
@@ -43,24 +42,18 @@ def registry_at(uri: str) -> Registry:
     return Registry(MlflowClient(tracking_uri=uri, registry_uri=uri))
 
 
-def fresh_sqlite(folder: Path) -> str:
-    uri = f"sqlite:///{folder / 'mlflow.db'}"
-    MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
-    return uri
-
-
 @contextmanager
-def watched(registry: Registry) -> Iterator[list[str]]:
+def watched(registry: Registry, model: str) -> Iterator[list[str]]:
     """Every champion that a reader of the alias can see meanwhile, in order."""
     seen: list[str] = []
     done = threading.Event()
 
     def watch() -> None:
         while not done.is_set():
-            number = registry.aliases(MODEL).get(CHAMPION)
+            number = registry.aliases(model).get(CHAMPION)
             if number is not None and seen[-1:] != [number]:
                 seen.append(number)
-            time.sleep(0.02)
+            time.sleep(0.1)
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -71,12 +64,12 @@ def watched(registry: Registry) -> Iterator[list[str]]:
         thread.join()
 
 
-def check(registry: Registry, seen: Sequence[str], *, best_of: Sequence[str] | None = None) -> None:
+def check(registry: Registry, model: str, seen: Sequence[str], *, best_of: Sequence[str] | None = None) -> None:
     """No decision made the champion worse, the log explains every alias, and the best that was promoted is champion."""
-    top1 = {version.number: float(version.tags["score_pct"]) for version in registry.versions(MODEL)}
-    entries = AuditLog(registry.client, MODEL).read()
-    assert expected_aliases(entries, registry.run_ids(MODEL)) == registry.aliases(MODEL)
-    assert trace(registry, MODEL).problems == ()
+    top1 = {version.number: float(version.tags["score_pct"]) for version in registry.versions(model)}
+    entries = AuditLog(registry.client, model).read()
+    assert expected_aliases(entries, registry.run_ids(model)) == registry.aliases(model)
+    assert trace(registry, model).problems == ()
     assert [entry.number for entry in entries] == list(range(1, len(entries) + 1))
     past = [top1[number] for number in champions(entries)]
     assert past == sorted(past)
@@ -89,44 +82,47 @@ def check(registry: Registry, seen: Sequence[str], *, best_of: Sequence[str] | N
             assert before is not None
             assert comparison.champion_score_pct == top1[before]
     if best_of is not None:
-        assert top1[registry.aliases(MODEL)[CHAMPION]] == max(float(name[-3:]) for name in best_of)
+        assert top1[registry.aliases(model)[CHAMPION]] == max(float(name[-3:]) for name in best_of)
 
 
 @pytest.fixture(
+    scope="module",
     params=[
         pytest.param("sqlite", marks=pytest.mark.slow),
         pytest.param("server", marks=pytest.mark.slow),
         pytest.param("postgresql", marks=pytest.mark.postgresql),
-    ]
+    ],
 )
-def uri(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def uri(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A store in a SQLite file, a server on one, and a server on PostgreSQL."""
+    folder, port = tmp_path_factory.mktemp("store"), free_port()
     if request.param == "sqlite":
-        yield fresh_sqlite(tmp_path)
+        store = f"sqlite:///{folder / 'mlflow.db'}"
+        MlflowClient(tracking_uri=store).search_experiments(max_results=1)  # makes the tables
+        yield store
         return
-    port = free_port()
     with ExitStack() as stack:
         store = stack.enter_context(postgresql()) if request.param == "postgresql" else ""
-        stack.enter_context(server(tmp_path, port, store, workers=2))
+        stack.enter_context(server(folder, port, store, workers=2))
         yield f"http://127.0.0.1:{port}"
 
 
 # test_audit_log.py has each order of two changes, one process in place of the other.
 def test_many_at_once(uri: str, tmp_path: Path) -> None:
-    num_processes, num_rounds = 4, 10 if uri.startswith("sqlite") else 6
-    registry, draw = registry_at(uri), random.Random(7)
+    num_processes, num_rounds = 4, 10 if uri.startswith("sqlite") else 4
+    registry, model, draw = registry_at(uri), tmp_path.name, random.Random(7)
     names = [
         [f"p{process}r{number}-{draw.randrange(50, 90):03d}" for number in range(num_rounds)]
         for process in range(num_processes)
     ]
-    with watched(registry) as seen:
+    with watched(registry, model) as seen:
         running = [promoter(uri, tmp_path, own) for own in names]
         for process in running:
             text = process.communicate(timeout=300)[0]
             assert process.returncode == 0, text
-    check(registry, seen, best_of=[name for own in names for name in own])
-    assert len(registry.versions(MODEL)) == num_processes * num_rounds
-    promoted = [entry for entry in AuditLog(registry.client, MODEL).read() if entry.change.kind == "promote"]
+    check(registry, model, seen, best_of=[name for own in names for name in own])
+    assert len(registry.versions(model)) == num_processes * num_rounds
+    promoted = [entry for entry in AuditLog(registry.client, model).read() if entry.change.kind == "promote"]
     assert len(promoted) == num_processes * num_rounds  # won or lost
 
 
@@ -137,8 +133,8 @@ def test_many_at_once(uri: str, tmp_path: Path) -> None:
 )
 def test_killed_in_the_middle(uri: str, tmp_path: Path) -> None:
     """Three that promote, of which one is killed at a random moment, again and again. Nobody waits for the dead."""
-    registry, draw = registry_at(uri), random.Random(11)
-    with watched(registry) as seen:
+    registry, model, draw = registry_at(uri), tmp_path.name, random.Random(11)
+    with watched(registry, model) as seen:
         for number in range(6 if uri.startswith("sqlite") else 3):
             names = [f"k{number}p{process}-{draw.randrange(50, 90):03d}" for process in range(3)]
             running = [promoter(uri, tmp_path, [name]) for name in names]
@@ -153,7 +149,7 @@ def test_killed_in_the_middle(uri: str, tmp_path: Path) -> None:
                 assert process.returncode == 0, text
             running[0].communicate(timeout=600)
         assert promoter(uri, tmp_path, ["last-095"]).wait(600) == 0
-    check(registry, seen, best_of=["last-095"])
+    check(registry, model, seen, best_of=["last-095"])
 
 
 def requests_of_a_promotion(folder: Path, port: int) -> int:
@@ -194,7 +190,8 @@ def test_the_server_is_killed_in_the_middle(tmp_path: Path) -> None:
             again = promoter(uri, tmp_path, [f"again{place}-{60 + place:03d}"])
             text = again.communicate(timeout=300)[0]
             assert again.returncode == 0, text
-            check(registry_at(uri), [])
-            assert registry_at(uri).aliases(MODEL)[CHAMPION] == registry_at(uri).versions(MODEL)[0].number
+            registry = registry_at(uri)
+            check(registry, tmp_path.name, [])
+            assert registry.aliases(tmp_path.name)[CHAMPION] == registry.versions(tmp_path.name)[0].number
     assert num_failed >= 3, f"{num_failed} of {len(moments)}"
     shutil.rmtree(tmp_path / "files")

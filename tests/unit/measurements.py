@@ -15,7 +15,6 @@ from components.common.contracts.records import (
     PairedComparison,
     Precision,
 )
-from components.common.data.evaluation import ClassPredictions
 
 SIZE_BYTES = {"fp32": 108_000_000, "fp16": 48_000_000, "int8": 26_500_000}
 
@@ -78,8 +77,10 @@ def speeds(images_per_s: Mapping[Precision, float], **fields: Any) -> BenchmarkR
     return benchmark_report(*rows)
 
 
-def predictions(right: Mapping[str, list[bool]]) -> ClassPredictions:
+def predictions(right: Mapping[str, list[bool]]) -> Any:
     """By class, on which of its images they are right; where they are wrong they say the next class."""
+    from components.common.data.evaluation import ClassPredictions  # imports torch
+
     labels = np.repeat(np.arange(len(right)), [len(images) for images in right.values()])
     wrong = ~np.concatenate(list(right.values()))
     top = np.where(wrong, (labels + 1) % len(right), labels)

@@ -72,7 +72,6 @@ from enginery.cli.commands import cli
 from enginery.release.deploy import Pins, environments
 from tests.conftest import Shared
 from tests.unit.measurements import benchmark_row, engine_entry
-from tests.unit.networks import onnx_model
 from tests.unit.refusals import refuses as refuses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,6 +120,8 @@ def make_dataset(path: Path, split: str = "one") -> Path:
 
 def constant_model(favourite: int, num_classes: int) -> bytes:
     """An ONNX model that sees nothing: it always says one class."""
+    from tests.unit.networks import onnx_model  # imports torch, which a process that only promotes does without
+
     logits = np.zeros((1, num_classes), np.float32)
     logits[0, favourite] = 1.0
     nodes = [
