@@ -74,7 +74,11 @@ def _no_real_time_process() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _stacks_without_source() -> Iterator[None]:
     """KFP asks `inspect.stack` for its caller's name, which looks for source through every module that is imported."""
-    from kfp.dsl import pipeline_task
+    try:
+        from kfp.dsl import pipeline_task
+    except ImportError:  # as on machines that run tests/gpu alone
+        yield
+        return
 
     def stack() -> list[inspect.FrameInfo]:
         return inspect.getouterframes(sys._getframe(1), context=0)

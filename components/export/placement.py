@@ -1,26 +1,29 @@
 """Q/DQ placement: where INT8 goes in the ONNX graph, so that TensorRT and OpenVINO fuse every pair."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx
-from onnx import NodeProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from components.common.contracts.errors import EngineryError
 
 
 def keep_apart(model: onnx.ModelProto) -> list[str]:
-    """Give 1x1 convolutions that share an input dilations of their own, in place, so that no two can be merged.
+    """Make convolutions that share an input different, in place, so that no two can be merged.
 
-    A kernel of one pixel has nothing to dilate: the model computes the same, bit for bit.
+    The model computes the same, bit for bit: a kernel of one pixel gets a dilation of its own, of which it has nothing,
+    and the ReLU behind a larger kernel becomes a Clip at 0 and at more than any value.
 
     Args:
         model: A graph with or without Q/DQ. Weights that are stored beside the file need not be loaded.
 
     Returns:
-        Names of the convolutions that were changed: all but the first of each input, unless they differed.
+        Names of the convolutions that were changed: all but the first of each input, unless they differed or, with
+        larger kernels, have no ReLU to themselves.
     """
     before = {
         node.output[0]: node.input[0]
@@ -29,6 +32,7 @@ def keep_apart(model: onnx.ModelProto) -> list[str]:
     }
     kernels = {weights.name: list(weights.dims[2:]) for weights in model.graph.initializer}
     sharing: dict[str, list[tuple[NodeProto, int]]] = {}
+    larger: dict[str, list[NodeProto]] = {}
     for node in model.graph.node:
         if node.op_type != "Conv":
             continue
@@ -38,7 +42,9 @@ def keep_apart(model: onnx.ModelProto) -> list[str]:
         kernel = attribute(node, "kernel_shape", []) or kernels.get(weights, [])
         if set(kernel) == {1}:
             sharing.setdefault(node.input[0], []).append((node, len(kernel)))
-    changed = []
+        else:
+            larger.setdefault(node.input[0], []).append(node)
+    changed = _clip(model, larger.values())
     for row in sharing.values():
         for dilation, (node, num_axes) in enumerate(row, start=1):
             dilations = [dilation] * num_axes
@@ -47,6 +53,29 @@ def keep_apart(model: onnx.ModelProto) -> list[str]:
                 del node.attribute[:]
                 node.attribute.extend([*others, helper.make_attribute("dilations", dilations)])
                 changed.append(node.name)
+    return changed
+
+
+def _clip(model: onnx.ModelProto, rows: Iterable[list[NodeProto]]) -> list[str]:
+    """Replace the ReLUs of convolutions by Clips, but for the first of each row. Returns names of the convolutions."""
+    readers: dict[str, list[NodeProto]] = {}
+    for node in model.graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    types = {each.name: each.data_type for each in model.graph.initializer}
+    changed = []
+    for row in rows:
+        behind = [(node, readers.get(node.output[0], [])) for node in row]
+        relus = [(node, found[0]) for node, found in behind if [each.op_type for each in found] == ["Relu"]]
+        for number, (node, relu) in enumerate(relus[1:]):
+            # The bias, or else the weights, have the type of the output.
+            largest = np.finfo(helper.tensor_dtype_to_np_dtype(types.get(node.input[-1], TensorProto.FLOAT))).max
+            names = [f"{relu.name or relu.output[0]}/{end}" for end in ("min", "max")]
+            for name, value in zip(names, (0, largest / 2**number), strict=True):
+                model.graph.initializer.append(numpy_helper.from_array(np.asarray(value, largest.dtype), name))
+            relu.op_type = "Clip"
+            relu.input.extend(names)
+            changed.append(node.name)
     return changed
 
 

@@ -16,6 +16,7 @@ from components.export import placement
 from components.export.calibration import collect_with_onnxruntime, compute_scale
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors, inline_constants, keep_apart, quantizable_layers, with_names
+from components.export.precision import raise_opset, to_fp16
 from components.export.qdq import Arithmetic, insert_qdq, scales_below_fp16
 from tests.unit.refusals import refuses
 
@@ -427,6 +428,41 @@ def test_convolutions_of_other_strides_and_dilations_differ_too() -> None:
     model = helper.make_model(helper.make_graph(nodes, "shared", [], [], [weights]))
     keep_apart(model)
     assert [_dilation(node) for node in model.graph.node] == [1, 2, 3]
+
+
+def test_relus_behind_larger_kernels_become_clips_that_change_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+
+    class Heads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branches = torch.nn.ModuleList(torch.nn.Conv2d(3, 4, 3, padding=1) for _ in range(4))
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            first, second, third, fourth = (branch(images) for branch in self.branches)
+            found = [first.relu(), second.relu(), third.relu(), fourth]
+            return torch.cat(found, dim=1).mean(dim=(2, 3))
+
+    export_onnx(Heads().eval(), tmp_path / "fp32.onnx", SHAPES)
+    fp32 = with_names(onnx.load(tmp_path / "fp32.onnx"))
+    histograms = collect_with_onnxruntime(tmp_path / "fp32.onnx", activation_tensors(fp32), [random_images(SHAPES, 2)])
+    int8 = insert_qdq(fp32, {name: compute_scale(seen, "max") for name, seen in histograms.items()})
+    typed = to_fp16(raise_opset(fp32))
+    for model in (fp32, int8, typed):
+        apart = onnx.ModelProto()
+        apart.CopyFrom(model)
+        assert len(keep_apart(apart)) == 2  # neither the first nor that without a ReLU
+        onnx.checker.check_model(apart, full_check=True)
+        kinds = [node.op_type for node in apart.graph.node if node.op_type in ("Relu", "Clip")]
+        assert kinds == ["Relu", "Clip", "Clip"]
+        limits = [node.input[2] for node in apart.graph.node if node.op_type == "Clip"]
+        values = {each.name: numpy_helper.to_array(each) for each in apart.graph.initializer}
+        assert len({float(values[name]) for name in limits}) == 2
+        images = random_images(SHAPES, 2)
+        # ONNX Runtime rounds FP16 where an operator has such a kernel
+        rtol = 0 if model is not typed else 1e-3
+        np.testing.assert_allclose(run(apart, images), run(model, images), rtol=rtol)
+        assert keep_apart(apart) == []
 
 
 def test_networks_without_shared_inputs_stay_as_they_are(tmp_path: Path) -> None:
