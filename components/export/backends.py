@@ -90,7 +90,8 @@ class TensorRTBackend:
         started = time.monotonic()
         for form in [self._form] if self._form is not None else self._forms():
             assert form is not None
-            left_out = tuple(dict.fromkeys((*excluded, *self._layers_of(form.kept_apart))))
+            apart = (name for block in find_blocks(self.fp32) if block.kind == form.kept_apart for name in block.layers)
+            left_out = tuple(dict.fromkeys((*excluded, *apart)))
             graph = insert_qdq(self.graph, self.scales, exclude=left_out, weights=form.weights)
             file = folder / onnx_file_for("int8")
             onnx.save(graph, file)
@@ -133,9 +134,6 @@ class TensorRTBackend:
         kinds = {block.kind for block in find_blocks(self.fp32) if block.layers}
         for kind in sorted(kinds) if len(kinds) > 1 else ():
             yield Form(weights="qdq", level=level, kept_apart=kind)
-
-    def _layers_of(self, kind: str) -> tuple[str, ...]:
-        return tuple(name for block in find_blocks(self.fp32) if block.kind == kind for name in block.layers)
 
     def open(self, compiled: Compiled) -> "TensorRTRunner":
         """See `mixed.Backend`."""

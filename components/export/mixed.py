@@ -119,7 +119,7 @@ class MixedSearch:
         plans = self._first_plans()
         while plans and len(self.compiled) <= self.max_engines and time.monotonic() < self.deadline:
             plan = plans.pop(0)
-            if not self._is_new(plan):
+            if not any(plan.int8) or plan in self._plans:
                 continue
             try:
                 self._build(f"mixed {len(self.compiled)}", plan)
@@ -194,9 +194,6 @@ class MixedSearch:
             either = [one or other for one, other in zip(plan.int8, more, strict=True)]
             plans.append(plan_of(self._blocks, either))
         return plans
-
-    def _is_new(self, plan: Plan) -> bool:
-        return any(plan.int8) and plan not in self._plans
 
     def _measure(self, accuracy: Accuracy | None) -> list[PlacementTrial]:
         """All candidates behind the reference: speed in turns, then what they predict."""

@@ -154,7 +154,7 @@ def _named_images(images: Sequence[str]) -> Iterator[tuple[str, Callable[[], byt
     for name in images:
         path = Path(name)
         if name == _STDIN:
-            yield "standard input", _read_stdin
+            yield "standard input", lambda: _not_empty(sys.stdin.buffer.read())
         elif path.is_dir():
             yield from ((str(file), _reader(file)) for file in find_images(path))
         elif path.exists():
@@ -172,10 +172,6 @@ def _reader(path: Path) -> Callable[[], bytes]:
         return _not_empty(content)
 
     return read
-
-
-def _read_stdin() -> bytes:
-    return _not_empty(sys.stdin.buffer.read())
 
 
 def _not_empty(content: bytes) -> bytes:

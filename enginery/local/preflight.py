@@ -164,7 +164,8 @@ def check_measurements(arguments: Mapping[str, Any], *, in_containers: bool = Fa
     no_plans = "export.tensorrt is off" if export.tensorrt == "off" else _no_tensorrt(in_containers)
     usable = (each for each in RUNTIMES.values() if each.is_automatic and not (each.runs_plans and no_plans))
     runtime = next(usable) if validate.runtime == "auto" else RUNTIMES[validate.runtime]
-    is_bundle = _is_bundle(str(arguments.get("model") or ""))
+    file = Path(str(arguments.get("model") or "")) / MANIFEST
+    is_bundle = file.is_file() and claims_of(file.read_bytes()).get("kind") == "bundle"
     max_batch = math.inf if is_bundle else export.max_batch  # a bundle keeps its own
     sizes = [size for size in validate.batch_sizes(on_gpu=runtime.runs_plans) if size <= max_batch]
     if is_bundle and no_plans:
@@ -193,11 +194,6 @@ def check_measurements(arguments: Mapping[str, Any], *, in_containers: bool = Fa
 
 def _refusal(setting: str, text: str) -> UserError:
     return UserError(f"{setting}: {text}", code="not-measured-here", setting=setting)
-
-
-def _is_bundle(model: str) -> bool:
-    file = Path(model) / MANIFEST
-    return file.is_file() and claims_of(file.read_bytes()).get("kind") == "bundle"
 
 
 def _no_tensorrt(in_containers: bool) -> str:
