@@ -12,15 +12,9 @@ from pathlib import Path
 import click
 
 from benchmarks.results import RESULTS, write_result
+from tests.containers.conftest import IMAGES, base_of
 
 _BUILD = Path(__file__).resolve().parents[1] / "containers/build"
-_ON_SLIM = ("promote", "mlflow", "cli")
-IMAGES = ("preprocess", "train", "export", "validate", "promote", "serve", "mlflow", "cli")
-
-
-def base_of(image: str) -> str:
-    """The stand-in base of an image, as containers/stand-in/build names it."""
-    return os.environ["TRITON" if image == "serve" else "SLIM" if image in _ON_SLIM else "PYTORCH"]
 
 
 def size_mb(reference: str) -> float:
