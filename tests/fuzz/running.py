@@ -65,6 +65,16 @@ def limited(number: int, what: str, wrong: dict[int, str]) -> Iterator[None]:
         wrong[number] = f"with {what} the process had {grown:,} bytes more than before its first case"
 
 
+def grow(numbers: range, seed: int) -> dict[int, str]:
+    """Cases whose memory stays, of which no single one takes too much; here, where a worker imports little."""
+    wrong: dict[int, str] = {}
+    kept = []
+    for number in numbers:
+        with limited(number, "it", wrong):
+            kept.append(bytearray(b"x") * 400_000_000)
+    return wrong
+
+
 def _next_result(worker: Any, results: "multiprocessing.Queue[Any]") -> tuple[dict[int, str], int] | str:
     """The failures of the next batch and the worker's growth, or why there are none."""
     waited = _own_seconds(worker.pid)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz import images, parsers, releases, running, shards
-from tests.fuzz.running import run_cases
+from tests.fuzz import images, parsers, releases, shards
+from tests.fuzz.running import MAX_GROWTH_BYTES, grow, run_cases
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -37,24 +37,10 @@ def test_damaged_releases_signatures_and_registry_manifests() -> None:
     assert dict(run_cases(50, 0, releases.check_batch, releases.BATCH)) == {}
 
 
-def grow(numbers: range, seed: int) -> dict[int, str]:
-    """Cases whose memory stays, of which no single one takes too much."""
-    wrong: dict[int, str] = {}
-    for number in numbers:
-        with running.limited(number, "it", wrong):
-            _KEPT.append(bytearray(b"x") * 400_000_000)
-    return wrong
-
-
-_KEPT: list[bytearray] = []
-
-
 def test_a_process_that_grows_case_by_case_is_named() -> None:
-    from tests.fuzz.test_fuzz import grow  # by a name that a worker finds, too
-
     growths: list[int] = []
     assert [number for number, _ in run_cases(3, 0, grow, 3, growths)] == [2]
-    assert growths[0] > running.MAX_GROWTH_BYTES
+    assert growths[0] > MAX_GROWTH_BYTES
 
 
 @pytest.mark.slow
