@@ -128,7 +128,9 @@ def boxes_source(tree: Tree, storage: Storage, options: Options) -> Source:
     if found is None:
         raise UserError(f"{tree.name} has no boxes; {WANTED}", code="no-annotations", setting="data")
     if not (options.names or found.classes).names:
-        raise UserError(f"{tree.name} has annotations, and no object in them; {WANTED}", code="no-objects")
+        raise UserError(
+            f"{tree.name} has annotations, and no object in them{_example(found.refused)}; {WANTED}", code="no-objects"
+        )
     return found.source(found.classes, storage, options)
 
 
@@ -336,18 +338,28 @@ def _coco_file(tree: Tree, path: str, with_outlines: bool) -> _CocoFile | None:
             kinds.add(kind)
             if entry is None:  # the array begins
                 continue
-            if not isinstance(entry, dict) or not isinstance(entry.get("id", 0), int | str):
+            if not isinstance(entry, dict):
                 raise _no_coco(where, f"{kind} holds {_short(entry)}")
+            if not isinstance(entry.get("id", 0), int | str):
+                raise _no_coco(where, f"{kind} holds an id that is neither integer nor text: {_short(entry['id'])}")
             if kind == "images":
                 if not isinstance(entry.get("file_name"), str) or "id" not in entry:
                     raise _no_coco(where, f"an image has no id or file_name: {_short(entry)}")
                 size = entry.get("width"), entry.get("height")
                 known = size if all(isinstance(side, int) and side > 0 for side in size) else None
-                if entry["id"] in content.images:
-                    content.twice |= dict.fromkeys((content.images[entry["id"]][0], entry["file_name"]), entry["id"])
+                named = content.images.get(entry["id"])
+                if named is not None and named != (entry["file_name"], known):  # the same image twice is one
+                    content.twice |= dict.fromkeys((named[0], entry["file_name"]), entry["id"])
                 content.images[entry["id"]] = entry["file_name"], known  # type: ignore[assignment]
             elif kind == "categories":
-                content.categories[entry.get("id")] = str(entry.get("name"))
+                name = str(entry.get("name"))
+                if content.categories.setdefault(entry.get("id"), name) != name:
+                    other = content.categories[entry.get("id")]
+                    raise UserError(
+                        f"{where} calls category {_short(entry.get('id'))} {other!r} and {name!r}; give each an id of "
+                        "its own",
+                        code="other-classes",
+                    )
             else:
                 content.objects.add(entry)
                 if len(content.objects) > _MAX_OBJECTS:
@@ -513,6 +525,14 @@ def _yolo_names(tree: Tree, files: Mapping[str, File]) -> tuple[str, ...] | None
             names = [{str(key): value for key, value in names.items()}[str(label)] for label in range(len(names))]
         if isinstance(names, list) and names:
             return parse_class_names("\n".join(map(str, names)), where).names
+        if names:
+            raise UserError(
+                f"{where} has names that are neither a list nor numbered from 0 to {len(names) - 1} without a gap; "
+                "number the classes as the labels do"
+                if isinstance(names, dict)
+                else f"{where} has names that are no list: {_short(names)}; list the classes in the labels' order",
+                code="damaged-annotations",
+            )
     return None
 
 
@@ -602,6 +622,11 @@ def _number(text: str) -> float | None:
     except ValueError:
         return None
     return value if _is_number(value) else None
+
+
+def _example(refused: Mapping[str, str]) -> str:
+    """One of the files that can't be used, and why; "" for none."""
+    return next((f" ({len(refused):,} can't be used, such as {path}: {why})" for path, why in refused.items()), "")
 
 
 def _short(value: Any) -> str:

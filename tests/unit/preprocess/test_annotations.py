@@ -312,6 +312,7 @@ def test_images_whose_masks_have_the_same_names_are_found(tmp_path: Path) -> Non
         '{"images": [{"id": 1}], "annotations": []}',
         '{"images": ' + "[" * 100_000,
         '{"images": [{"id": 1, "file_name": "a.png"} {"id": 2}]}',
+        '{"images": [], "annotations": [{"id": null, "image_id": 1}]}',
         '{"images" []}',
         "",
         " \n",
@@ -331,6 +332,39 @@ def test_without_annotations_or_objects(tmp_path: Path) -> None:
     content = {**coco("ab"), "annotations": [], "categories": []}
     (tmp_path / "data" / "annotations.json").write_text(json.dumps(content), encoding="utf-8")
     with refuses("no-objects"):
+        packed(tmp_path / "data", tmp_path / "x")
+
+
+def test_a_category_of_two_names_is_refused_and_entries_given_twice_are_one(tmp_path: Path) -> None:
+    write_images(tmp_path / "data", "abcd")
+    content = coco("abcd")
+    content["images"].append(content["images"][0])
+    content["categories"].append(content["categories"][0])
+    file = tmp_path / "data" / "annotations.json"
+    file.write_text(json.dumps(content), encoding="utf-8")
+    dataset = packed(tmp_path / "data", tmp_path / "x")
+    assert objects(dataset) == {name: [list(box) for box in boxes] for name, boxes in OBJECTS.items()}
+    assert not rejected(dataset.path)
+    content["categories"].append({"id": 10, "name": "bird"})
+    file.write_text(json.dumps(content), encoding="utf-8")
+    with refuses("other-classes"):
+        packed(tmp_path / "data", tmp_path / "y")
+
+
+def test_without_objects_the_reason_that_files_were_refused_for_is_named(tmp_path: Path) -> None:
+    write_voc(tmp_path / "voc")
+    for file in (tmp_path / "voc" / "Annotations").iterdir():
+        file.write_text('<!DOCTYPE x [<!ENTITY a "aaaa">]><annotation/>', encoding="utf-8")
+    with refuses("no-objects") as caught:
+        packed(tmp_path / "voc", tmp_path / "x")
+    assert "it declares entities" in str(caught.value)
+
+
+@pytest.mark.parametrize("names", ["{0: cat, 7: dog}", "cat", "5"])
+def test_names_of_yolo_that_do_not_number_the_classes_are_refused(names: str, tmp_path: Path) -> None:
+    write_yolo(tmp_path / "data")
+    (tmp_path / "data" / "data.yaml").write_text(f"names: {names}\n", encoding="utf-8")
+    with refuses("damaged-annotations"):
         packed(tmp_path / "data", tmp_path / "x")
 
 
