@@ -218,12 +218,22 @@ class StepCache:
                 "step": step,
                 "source": source_digest(step),
                 "config": config,
+                "constants": self._constants(task),
                 "contents": contents,
                 "upstream": {name: self.keys[name] for name in self._before(task)},
                 "libraries": {name: here.versions.get(name) for name in libraries},
                 "machine": machine if hardware else None,
             }
         )
+
+    def _constants(self, task: str) -> dict[str, str]:
+        """Inputs of a task that the pipeline itself gives, such as what images are labelled for."""
+        inputs = self._tasks[task].inputs.parameters.items()
+        return {
+            name: value.runtime_value.constant.SerializeToString(deterministic=True).hex()
+            for name, value in sorted(inputs)
+            if value.WhichOneof("kind") == "runtime_value"
+        }
 
     def _config(self, step: str) -> dict[str, Any]:
         plain = {name: self.arguments[name] for name in self.file.plain_inputs() if step in self.file.owners(name)}

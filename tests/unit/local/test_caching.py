@@ -86,6 +86,17 @@ def test_a_setting_repeats_its_step_and_what_follows(cached: Cached, assignment:
     assert changed(cached(), cached(assignment)) == (STEPS[STEPS.index(first) :] if first else [])
 
 
+def test_the_same_data_labelled_for_another_task_is_packed_again(data: Path, tmp_path: Path) -> None:
+    keys = set()
+    for name in ("resnet50", "detection", "segmentation"):
+        file = load_pipeline(ROOT / f"pipelines/{name}.py")
+        arguments = resolve_arguments(file, config_file=None, flags={"data": str(data)}, assignments=())
+        cache = StepCache(file=file, arguments=arguments, runs=tmp_path / "runs")
+        cache.enable()
+        keys.add(cache.keys["preprocess"])
+    assert len(keys) == 3
+
+
 def test_data_may_move_but_not_change(cached: Cached, data: Path, tmp_path: Path) -> None:
     before, moved = cached(), tmp_path / "elsewhere"
     shutil.copytree(data, moved)
