@@ -236,7 +236,7 @@ class AsyncClient:
         """What `enginery serve` wrote into the model's configuration: its name, version, digests and so on."""
         name = (await self.classifier()).name
         config = await self._ask(lambda transport: transport.config(name))
-        return {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
+        return {key: value.get("string_value", "") for key, value in config.get("parameters", {}).items()}
 
     async def is_ready(self) -> bool:
         """Return True if the server and all its models are ready to answer; asks once.
