@@ -89,6 +89,10 @@ def export_onnx(model: torch.nn.Module, path: Path, shapes: ShapeSpec) -> None:
     axes = {name: {0: "batch"} for name in (shapes.input_name, shapes.output_name)}
     name = f"{type(model).__name__} as ONNX opset {OPSET} at {shapes.height} x {shapes.width} pixels"
     proto = traced(model, {shapes.input_name: images}, [shapes.output_name], axes, name)
+    with _eval_mode(model), torch.no_grad():
+        sizes = model(images).shape[1:]  # the exporter loses those of a detector's boxes
+    for axis, size in zip(proto.graph.output[0].type.tensor_type.shape.dim[1:], sizes, strict=True):
+        axis.dim_value = size
     _verify_export(proto, shapes)
     write_atomically(path, fold_constants(proto).SerializeToString())
 

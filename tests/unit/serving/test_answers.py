@@ -53,8 +53,26 @@ def test_answers_are_those_of_the_python_model(masks: Running, segmentation_chai
             client.classify(files[0].read_bytes())
         with pytest.raises(RequestRefused):
             client.answer(b"no image")
+        parameters = client.parameters()
+    with Client(f"grpc://127.0.0.1:{masks.grpc}") as client:  # whose JSON leaves out what is empty
+        assert client.parameters() == parameters
+    assert parameters["version"] == ""
     assert found == expected
     assert found[-1]["region"] == [32, 0, 96, 64]
+
+
+def test_a_detector_answers_with_the_boxes_of_the_python_model(
+    triton, detection_chain: Chain, files: list[Path], tmp_path: Path
+) -> None:
+    model = BundleModel(load(detection_chain.bundle, BundleManifest), "int8", "auto")
+    images = [file.read_bytes() for file in files]
+    with find_source(str(detection_chain.bundle), "int8") as source:
+        write_repository(source, tmp_path / "models", RepositoryConfig(name="shapes", max_wait_s=60))
+    with serving(tmp_path / "models", tmp_path) as running, Client(f"http://127.0.0.1:{running.http}") as client:
+        found = [client.answer(image) for image in images]
+        logits = client.logits(np.zeros((2, 3, 64, 64), np.float32))
+    assert logits.shape == (2, 8 * 8 + 4 * 4 + 2 * 2, 8 + 5)
+    assert found == model.predict(images).to_dict("records")
 
 
 def test_predict_writes_json_and_pictures(masks: Running, files: list[Path], tmp_path: Path) -> None:

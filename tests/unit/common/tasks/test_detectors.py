@@ -163,3 +163,5 @@ def test_the_onnx_file_answers_alike_at_any_batch_and_has_static_shapes(architec
     )
     graph = onnx.load(tmp_path / "model.onnx").graph
     assert not {node.op_type for node in graph.node} & {"Loop", "If", "NonZero", "NonMaxSuppression", "Range", "Where"}
+    sizes = [axis.dim_param or axis.dim_value for axis in graph.output[0].type.tensor_type.shape.dim]
+    assert sizes == ["batch", NUM_ANCHORS[architecture], 8 + 3]  # a server is configured with them
