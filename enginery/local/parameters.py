@@ -119,7 +119,7 @@ class PipelineFile:
 def _or_own(path: Path, folder: Path, suffix: str) -> Path:
     """The path; enginery's own file where the path is a bare name that is no file here."""
     own = folder / f"{path}{suffix}"
-    return own if path.name == str(path) and not path.exists() and own.is_file() else path
+    return own if path.name == str(path) and not path.is_file() and own.is_file() else path
 
 
 def load_pipeline(path: Path) -> PipelineFile:

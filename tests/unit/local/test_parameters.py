@@ -155,6 +155,18 @@ def test_what_a_run_needs_is_asked_for(tmp_path: Path) -> None:
         resolve_arguments(pipeline(), config_file=tmp_path / "absent.yaml", flags={"data": "a"}, assignments=[])
 
 
+def test_names_of_own_files_are_found_beside_folders_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after `enginery data shapes shapes`."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("shapes", "detection"):
+        (tmp_path / name).mkdir()
+    file = load_pipeline(Path("detection"))
+    values = resolve_arguments(file, config_file=Path("shapes"), flags={"data": "shapes"}, assignments=[])
+    assert values["architecture"] == "detection/fcos_small"
+
+
 def test_paths_become_absolute_and_uris_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/somebody")
