@@ -91,7 +91,7 @@ def _after_chance(report: Report, check: GateCheck) -> list[str]:
     ]
 
 
-def _after_a_drop(report: Report, _: GateCheck) -> list[str]:
+def _after_a_drop(report: Report, check: GateCheck) -> list[str]:
     """More images where the drop seen is allowed and only the proof is missing; else what makes the drop smaller."""
     thresholds, own = report.verdict.thresholds, report.accuracy.row(report.verdict.precision)
     compared, unit = own.comparison, report.accuracy.unit
@@ -105,7 +105,7 @@ def _after_a_drop(report: Report, _: GateCheck) -> list[str]:
         f"Validate on about {needed:,} {unit} instead of {compared.num_images:,} "
         f"(preprocess.val_fraction, or a larger validation set): they decide, if the share of lost and gained {unit} "
         "stays as it is.",
-        "Or allow a larger drop (gate.max_drop_points), or take the measured drop without a proof "
+        f"Or allow a larger drop (gate.{CHECKS[check.name].setting}), or take the measured drop without a proof "
         "(gate.confident=false).",
     ]
 

@@ -459,8 +459,9 @@ def remedy(thresholds: Thresholds, accuracy: AccuracyReport, checks: Sequence[Ga
         return ""
     more = f"Validate on more {accuracy.unit} (a larger validation set, or preprocess.val_fraction), allow"
     decided_by_more = deciding_images(thresholds, accuracy, accuracy.row(thresholds.precision)) is not None
+    limits = ", ".join(f"gate.{CHECKS[check.name].setting}" for check in missing)
     return (
-        f"{more if decided_by_more else 'Allow'} a larger drop (gate.max_drop_points), or take the measured drop "
+        f"{more if decided_by_more else 'Allow'} a larger drop ({limits}), or take the measured drop "
         "without a proof (--set gate.confident=false)"
     )
 

@@ -90,9 +90,13 @@ def test_what_failed_and_what_could_not_be_told_are_said_apart(tmp_path: Path) -
 def test_too_little_evidence_and_slow_int8_fail_with_advice(tmp_path: Path) -> None:
     said, verdict = judged(report(tmp_path / "few", compared_row(3)))
     assert said.startswith("gate-failed: INT8 did not pass: not enough evidence: top-1 drop 0.30, ")
-    assert said.endswith(" (--set gate.confident=false)")
+    advice = "allow a larger drop (gate.{}), or take the measured drop without a proof (--set gate.confident=false)"
+    assert said.endswith(advice.format("max_drop_points"))
     assert (verdict.passed, verdict.checks[0].verdict, verdict.recommendation) == (False, "not enough evidence", None)
     assert verdict.word == "not enough evidence"
+    share = {"max_drop_points": 50.0, "min_relative_score_pct": 99.5}
+    said, _ = judged(report(tmp_path / "share", compared_row(3), **share), **share)
+    assert said.endswith(advice.format("min_relative_score_pct"))
     said, _ = judged(
         report(tmp_path / "fewer", compared_row(3), min_validation_images=10**6), min_validation_images=10**6
     )

@@ -298,8 +298,8 @@ FEW = {"verdict": "not enough evidence", "lost": 4, "gained": 3}  # 0.1 points, 
 FP16 = Recommendation(precision="fp16", reason="INT8 is slow")
 FP32 = Recommendation(precision="fp32", reason="INT8 is slow")
 REMEDIES: list[tuple[str, dict[str, Any], str, str]] = [
-    ("drop_points", FEW, "preprocess.val_fraction", "gate.confident=false"),
-    ("relative_score_pct", FEW, "preprocess.val_fraction", "gate.confident=false"),
+    ("drop_points", FEW, "preprocess.val_fraction", "gate.max_drop_points), or take"),
+    ("relative_score_pct", FEW, "preprocess.val_fraction", "gate.min_relative_score_pct), or take"),
     ("drop_points", {"worse_classes": (LOSS,)}, "cat (30 of 40 images)", "export.num_selection_images"),
     ("drop_points", {}, "export.num_selection_images", ""),
     ("drop_points", {"fp16": True}, "export.num_selection_images", "gate.precision=fp16"),
