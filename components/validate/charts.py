@@ -262,6 +262,7 @@ def recall_chart(accuracy: AccuracyReport) -> str:
         return ""
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "recall"}):
         figure, axes = new_axes("recall in %", "precision in %")
+        figure.set_size_inches(_WIDTH_INCHES, 3.4)
         for row, style in zip(rows, ("-", "--", ":"), strict=False):
             curve = row.precision_by_recall_pct
             axes.plot(range(len(curve)), curve, style, color=SERIES[row.precision], label=row.precision.upper())
@@ -381,7 +382,7 @@ def placement_chart(placement: PlacementEntry) -> str:
     known = any(trial.agreement_pct is not None for trial in trials)
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "placement"}):
         figure, axes = new_axes(
-            f"time of a batch of {placement.batch_size}, in ms", "same class as FP32, in %" if known else ""
+            f"time of a batch of {placement.batch_size}, in ms", "same as FP32, in %" if known else ""
         )
         figure.set_size_inches(_WIDTH_INCHES, 3.1)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
