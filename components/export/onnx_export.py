@@ -78,7 +78,7 @@ def export_onnx(model: torch.nn.Module, path: Path, shapes: ShapeSpec) -> None:
     """Writes `model` in eval mode to `path` (atomically): opset 17, IR 8, dynamic batch, all else static.
 
     Args:
-        model: maps [B, C, H, W] float32 to [B, classes] float32. Left in the mode it came in.
+        model: maps [B, C, H, W] float32 to [B, ...] float32, such as [B, classes]. Left in the mode it came in.
         path: the file to write.
         shapes: names and image size.
 

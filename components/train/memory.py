@@ -48,10 +48,7 @@ def explain_out_of_memory(config: TrainConfig, plan: BatchPlan, world: World, nu
             f"{start}, and {'not one image either' if failed > 1 else 'that is a single one'}. Set a smaller "
             "train.image_size or another train.architecture, or end what else uses the memory"
         )
-    text = (
-        f"{start}. {fits} were tried here and fit: set train.per_gpu_batch_size to {fits}. Gradients are then "
-        f"accumulated over {own // fits} batches, and global_batch_size stays {plan.global_batch_size}"
-    )
+    text = f"{start}. {fits} were tried here and fit: {_accumulating(plan, fits)}"
     if config.compile in ("reduce-overhead", "max-autotune"):
         text += f". That needs train.compile default or tuned: {config.compile} can't accumulate"
     if config.static_graph and world.world_size > 1:
@@ -68,9 +65,15 @@ def describe_sentences_too_many(plan: BatchPlan, world: World) -> str:
         return f"{start}: {shorter}"
     own = failed * plan.num_accumulated
     less = max(size for size in range(1, failed // 2 + 1) if own % size == 0)
+    return f"{start}: {_accumulating(plan, less)}. Or {shorter}"
+
+
+def _accumulating(plan: BatchPlan, size: int) -> str:
+    """The advice to take batches of `size`."""
+    num_batches = plan.per_gpu_batch_size * plan.num_accumulated // size
     return (
-        f"{start}: set train.per_gpu_batch_size to {less}. Gradients are then accumulated over {own // less} batches, "
-        f"and global_batch_size stays {plan.global_batch_size}. Or {shorter}"
+        f"set train.per_gpu_batch_size to {size}. Gradients are then accumulated over {num_batches} batches, and "
+        f"global_batch_size stays {plan.global_batch_size}"
     )
 
 

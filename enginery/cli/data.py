@@ -35,7 +35,7 @@ def digits(directory: Path) -> None:
     from enginery.datasets.digits import write_digits
 
     with _translate_errors(directory):
-        _report(write_digits(directory))
+        _report(write_digits(directory), "resnet50 --config digits")
 
 
 @data.command()
@@ -75,7 +75,7 @@ def textures(
             num_workers=num_workers,
             on_progress=advance,
         )
-    _report(summary)
+    _report(summary, "resnet50 --config textures")
 
 
 @data.command()
@@ -105,7 +105,7 @@ def shapes(directory: Path, num_train: int, num_val: int, seed: int, image_size:
             num_workers=num_workers,
             on_progress=advance,
         )
-    _report(summary, pipeline=None)
+    _report(summary, "detection --config shapes")
 
 
 @data.command()
@@ -122,7 +122,7 @@ def phrases(directory: Path, num_pairs: int, seed: int) -> None:
 
     with _translate_errors(directory):
         summary = write_phrases(directory, num_pairs=num_pairs, seed=seed)
-    _report(summary, pipeline="translation", content=f"{num_pairs:,} pairs of sentences")
+    _report(summary, "translation --config phrases", content=f"{num_pairs:,} pairs of sentences")
 
 
 @contextmanager
@@ -158,13 +158,11 @@ def _translate_errors(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def _report(summary: DatasetSummary, pipeline: str | None = "resnet50", content: str = "") -> None:
-    """The closing line: what is there now, and the next command."""
+def _report(summary: DatasetSummary, pipeline: str, content: str = "") -> None:
+    """The closing line: what is there now, and the next command, with the pipeline and its config."""
     content = content or f"{summary.num_images:,} images in {summary.num_classes} classes"
     if summary.already_complete:
         done = f"{summary.directory} already holds these {content}; nothing was written."
     else:
         done = f"{content} are in {summary.directory} ({summary.seconds:.1f} s)."
-    if pipeline:
-        done += f" Next: enginery run pipelines/{pipeline}.py --data {shlex.quote(str(summary.directory))}"
-    click.echo(done)
+    click.echo(f"{done} Next: enginery run {pipeline} --data {shlex.quote(str(summary.directory))}")

@@ -194,7 +194,7 @@ def test_the_command_says_what_it_wrote_and_what_comes_next(tmp_path: Path) -> N
     first = CliRunner().invoke(data, ["textures", str(directory), *options])
     assert first.exit_code == 0, first.output
     assert "6 images in 2 classes are in" in first.stdout
-    assert f"enginery run pipelines/resnet50.py --data '{directory}'" in first.stdout
+    assert f"enginery run resnet50 --config textures --data '{directory}'" in first.stdout
     again = CliRunner().invoke(data, ["textures", str(directory), *options])
     assert "already holds these 6 images in 2 classes; nothing was written" in again.stdout
     digits = CliRunner().invoke(data, ["digits", str(tmp_path / "digits")])

@@ -233,5 +233,5 @@ def test_the_command(tmp_path: Path) -> None:
     done = CliRunner().invoke(data, ["phrases", str(tmp_path / "some"), "--num-pairs=200"])
     assert done.exit_code == 0, done.output
     assert "200 pairs of sentences are in" in done.stdout
-    assert "enginery run pipelines/translation.py --data" in done.stdout
+    assert "enginery run translation --config phrases --data" in done.stdout
     assert json.loads((tmp_path / "some/dataset.json").read_text())["num_pairs"] == 200

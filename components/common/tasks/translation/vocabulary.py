@@ -76,7 +76,7 @@ class Vocabulary:
         """The sentence of each list of tokens, up to the first EOS; bytes that are no UTF-8 become U+FFFD."""
         ended = [list(ids[: ids.index(EOS)]) if EOS in ids else list(ids) for ids in tokens]
         num_threads = _NUM_THREADS if len(ended) > _FEW else 1
-        # Of no list the library makes one empty sentence.
+        # For an empty list the library returns one empty sentence.
         sentences: list[str] = self._processor.decode(ended, num_threads=num_threads) if ended else []
         return sentences
 
