@@ -50,6 +50,8 @@ class Network:
 _ADAMW = ("--optimizer", "adamw", "--learning-rate", "0.0005")
 # As many images in four times as many steps, for those that learn slowly; the peak rate per step is that of _ADAMW.
 _SMALL_BATCHES = ("--optimizer", "adamw", "--learning-rate", "0.002", "--global-batch-size", "64")
+# Without BatchNorm deep networks learn nothing at a higher rate.
+_WITHOUT_BATCH_NORM = ("--optimizer", "adamw", "--learning-rate", "0.0002", "--warmup-fraction", "0.2")
 NETWORKS = {
     "resnet50": Network(),
     "resnext50_32x4d": Network(),
@@ -63,7 +65,9 @@ NETWORKS = {
     "shufflenet_v2_x1_0": Network(epochs=12),
     "inception_v3": Network(image_size=224, options=_SMALL_BATCHES),  # its last maps are 2 x 2 at 128 px
     "googlenet": Network(),
+    "alexnet": Network(epochs=16, image_size=224, options=_ADAMW),
     "vgg16_bn": Network(image_size=224, options=_ADAMW),  # pools to 7 x 7
+    "vgg19": Network(epochs=12, options=_WITHOUT_BATCH_NORM),
     "vit_b_16": Network(epochs=10, image_size=224, options=_ADAMW),
     "swin_t": Network(epochs=12, options=_ADAMW),
     "timm/vit_small_patch16_224": Network(epochs=12, image_size=224, options=_ADAMW),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -174,15 +175,17 @@ def predict_validation(
     runners = _runners(selections)
     alike = gpus_alike() if on_gpu and all(runs_plans(runner.runtime) for runner in runners.values()) else (0,)
     gpus = alike[: max(1, split.num_images // batch_size)][: max_gpus or None]
-    every = [runners]
-    for number, gpu in enumerate(gpus[1:], 2):
-        log.progress("loading models", number, len(gpus), unit="GPUs")
-        with torch.cuda.device(gpu):
-            every.append(_runners(select_runtimes(bundle, config.runtime)))
     if len(gpus) > 1:
         log.note(f"accuracy is measured on {len(gpus)} GPUs")
-    loaders = [
-        Loader(
+        log.progress("loading models", 0, len(gpus), unit="GPUs")
+
+    def part(index: int) -> tuple[Mapping[str, Runner], Loader]:
+        gpu = gpus[index]
+        own = runners
+        if index:
+            with torch.cuda.device(gpu):
+                own = _runners(select_runtimes(bundle, config.runtime))
+        return own, Loader(
             data,
             "val",
             bundle.manifest.image_transform,
@@ -194,16 +197,17 @@ def predict_validation(
             device_id=gpu if on_gpu else None,
             num_threads=max(1, num_cores() // len(gpus)),
         )
-        for index, gpu in enumerate(gpus)
-    ]
+
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        parts = list(pool.map(part, range(len(gpus))))
     degraded = " on degraded images" if corruptions else ""
     predictions = predict_in_parts(
-        list(zip(every, loaders, strict=True)),
+        parts,
         split.num_images * max(1, len(corruptions)),
         lambda done, total: log.progress(f"measuring accuracy{degraded}", done, total, unit="images"),
         None if corruptions else bundle.manifest.image_transform,
     )
-    for others in every[1:]:
+    for others, _ in parts[1:]:
         for runner in others.values():
             runner.close()
     return predictions
