@@ -28,7 +28,8 @@ from torch import nn
 from tritonclient import grpc
 
 from benchmarks.results import RESULTS, write_result
-from benchmarks.serving_parity import ask, validation_images
+from benchmarks.serving_parity import ask
+from benchmarks.shards import validation_images
 from components.common.contracts.manifests import (
     MANIFEST,
     Artifact,

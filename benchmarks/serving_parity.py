@@ -7,9 +7,7 @@ DIR is the dataset that the version was validated on. The command's end is 1 whe
 """
 
 import sys
-import tarfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,21 +16,11 @@ import numpy as np
 from tritonclient import grpc
 
 from benchmarks.results import RESULTS, write_result
+from benchmarks.shards import validation_images
 from components.common.contracts.errors import UserError
-from components.common.contracts.manifests import Artifact, DatasetManifest, load
+from components.common.contracts.manifests import DatasetManifest, load
 from components.common.registry.version_evaluation import PREDICTIONS
 from enginery.serving.sources import ModelSource, find_source
-
-
-def validation_images(dataset: Artifact[DatasetManifest]) -> Iterator[bytes]:
-    """Image files of the validation split, in the order of its listing, from the shards themselves."""
-    for shard in dataset.manifest.splits["val"].shards:
-        with tarfile.open(dataset.path / shard) as tar:
-            for member in tar:
-                if not member.name.endswith(".cls"):
-                    file = tar.extractfile(member)
-                    assert file is not None
-                    yield file.read()
 
 
 def recorded_labels(source: ModelSource) -> list[list[str]]:

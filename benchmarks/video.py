@@ -1,60 +1,83 @@
-"""How many streams of 720p at 30 frames/s a machine labels, over decoding alone and the model alone.
+"""How many streams of 720p at 30 frames/s a machine labels, what limits it, and whether frames are labelled as images.
 
-    python -m benchmarks.video --machine cpu-2core --bundle DIR
+    python -m benchmarks.video --machine cpu-2core --bundle DIR --dataset DIR
 
-Each number comes from files that are read as fast as they can be: `video_over_limit` is the rate of `analyze` over the
-lower of the rates of its decoder alone and of its model alone (transform included).
+Each rate comes from files that are read as fast as they can be, by the decoder on the CPU and by NVDEC where that is.
+`video_over_limit` is the rate of `analyze` over the lowest of what it does at the same time, each measured alone:
+frames decoded and converted to RGB, frames transformed, and the model. With a dataset, a video of all its validation
+images is labelled, and the same decoded frames as images, in the way of `predict`.
 """
 
+import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
+from typing import Any, Literal
 
 import av
 import click
 import numpy as np
+from PIL import ImageOps
 
-from benchmarks.results import write_result
+from benchmarks.results import RESULTS, write_result
+from benchmarks.shards import validation_images
 from components.analyze.config import AnalyzeConfig
 from components.analyze.run import analyze
-from components.analyze.videos import OpenVideo, find_videos
+from components.analyze.videos import OpenVideo, find_videos, has_nvdec
 from components.common.contracts.environment import num_cores
-from components.common.contracts.manifests import BundleManifest, load
+from components.common.contracts.manifests import (
+    AnalysisManifest,
+    Artifact,
+    BundleManifest,
+    DatasetManifest,
+    check_task,
+    load,
+)
 from components.common.data.dali_pipelines import FrameBatches
+from components.common.data.image_files import rgb
 from components.common.process.steplog import QuietLog
 from components.common.runtimes import runs_plans
+from components.common.runtimes.runner import Runner
 from components.common.runtimes.selection import select_runtime
+from components.promote.pyfunc import BundleModel
 
+Decoder = Literal["cpu", "cuda"]
 _FPS = 30
 _BATCH_SIZE = 32
+_MODEL_S = 5.0  # that the transform and the model are measured alone
+_LEAST_SIDE = 128  # px; NVDEC takes no smaller ones than about 48
 
 
-def write_video(path: Path, num_frames: int, seed: int) -> None:
-    """H.264 of 1280x720: textures that move, since a still picture costs its decoder nothing."""
-    generator = np.random.default_rng(seed)
-    wide = generator.integers(0, 256, (90, 320, 3), np.uint8).repeat(8, 0).repeat(8, 1)  # [720, 2560, 3]
+def write_video(path: Path, frames: Iterable[np.ndarray], width: int, height: int, **options: str) -> None:
+    """H.264 of [H, W, 3] uint8 frames."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=_FPS)
-        stream.width, stream.height, stream.pix_fmt = 1280, 720, "yuv420p"
-        stream.options = {"preset": "veryfast", "g": "60"}
-        for number in range(num_frames):
-            shift = 4 * number % 1280
-            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(wide[:, shift : shift + 1280]), format="rgb24")
-            container.mux(stream.encode(frame))
+        stream.width, stream.height, stream.pix_fmt, stream.options = width, height, "yuv420p", options
+        for pixels in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode(None))
 
 
-def decode_rate(folder: Path, decoder: str) -> float:
-    """Frames/s of decoding alone, by as many threads as analyze has."""
-    from concurrent.futures import ThreadPoolExecutor
+def textures(num_frames: int) -> Iterator[np.ndarray]:
+    """720p that moves, since a still picture costs its decoder nothing."""
+    wide = np.random.default_rng(0).integers(0, 256, (90, 320, 3), np.uint8).repeat(8, 0).repeat(8, 1)
+    for number in range(num_frames):
+        shift = 4 * number % 1280
+        yield np.ascontiguousarray(wide[:, shift : shift + 1280])  # wide: [720, 2560, 3]
 
+
+def decode_rate(folder: Path, decoder: Decoder, read: Callable[[OpenVideo], Iterator[Any]]) -> float:
+    """Frames/s of `read` alone, by as many threads as analyze has."""
     sources = find_videos((str(folder),))
 
     def count(index: int) -> int:
         video = OpenVideo(sources[index], decoder=decoder, read_timeout_s=10.0)
         try:
-            return sum(1 for _ in video.frames())
+            return sum(1 for _ in read(video))
         finally:
             video.close()
 
@@ -64,58 +87,165 @@ def decode_rate(folder: Path, decoder: str) -> float:
     return total / (time.perf_counter() - began)
 
 
+def call_rate(call: Callable[[], object], batch_size: int) -> float:
+    """Frames/s of a call that takes a batch."""
+    call()
+    began, done = time.perf_counter(), 0
+    while time.perf_counter() - began < _MODEL_S:
+        call()
+        done += batch_size
+    return done / (time.perf_counter() - began)
+
+
+def speed(
+    models: Artifact[BundleManifest], runner: Runner, decoders: Sequence[Decoder], folder: Path, output: Path
+) -> dict[str, Any]:
+    """Rates of each part alone, and of `analyze` by decoder, with what limits it."""
+    batch_size = min(_BATCH_SIZE, models.manifest.image_shapes.max_batch)
+    device_id = 0 if runs_plans(runner.runtime) else None
+    transform = FrameBatches(models.manifest.image_transform, batch_size, device_id)
+    still = list(textures(batch_size))
+    images = transform.transform(still)
+    alone = {
+        "transform": call_rate(lambda: transform.transform(still), batch_size),
+        "model": call_rate(lambda: runner.infer(images), batch_size),
+    }
+    rates: dict[str, Any] = dict(alone)
+    for decoder in decoders:
+        decoded = decode_rate(folder, decoder, OpenVideo.decoded)
+        pixels = decode_rate(folder, decoder, OpenVideo.frames)
+        analyzed = analyzed_by(decoder, models, folder, output / decoder, batch_size=batch_size).manifest.frames_per_s
+        # Of the time that a frame takes until it is there in RGB, the larger part.
+        reading = "decoder" if 1 / decoded > 1 / pixels - 1 / decoded else "conversion to RGB"
+        limit, rate = min({**alone, reading: pixels}.items(), key=lambda item: item[1])
+        rates[decoder] = {
+            "decoder": decoded,
+            "pixels": pixels,
+            "analyze": analyzed,
+            "limit": limit,
+            "over_limit": analyzed / rate,
+        }
+    return rates
+
+
+def analyzed_by(
+    decoder: Decoder, models: Artifact[BundleManifest], source: Path, output: Path, **settings: Any
+) -> Artifact[AnalysisManifest]:
+    """Label a video, or those of a folder."""
+    config = AnalyzeConfig(sources=(str(source),), decoder=decoder, **settings)
+    return analyze(config, models, output, QuietLog("analyze"))
+
+
+Labels = list[dict[str, float]]  # of each frame the classes named, the likeliest first
+
+
+def parity(
+    models: Artifact[BundleManifest], dataset: Path, decoders: Sequence[Decoder], folder: Path
+) -> dict[str, float]:
+    """Labels of a video's frames against those of the same frames, decoded on the CPU, as images."""
+    side = max(_LEAST_SIDE, models.manifest.image_transform.resize_size + 1) // 2 * 2
+    data, video = load(dataset, DatasetManifest), folder / "images.mp4"
+    images = (np.asarray(ImageOps.fit(rgb(each), (side, side))) for each in validation_images(data))
+    write_video(video, images, side, side, crf="8", g="30")
+    labels: dict[str, Labels] = {"images": list(_labels_of_images(models, video))}
+    for decoder in decoders:
+        analysis = analyzed_by(decoder, models, video, folder / f"images_{decoder}", top_k=5)
+        rows = map(json.loads, analysis.file("frames.jsonl").read_text().splitlines())
+        labels[decoder] = [dict(zip(row["labels"], row["probabilities"], strict=True)) for row in rows]
+    measures: dict[str, float] = {"video_images": len(labels["images"])}
+    for name, first, second in (("cpu", "images", "cpu"), ("nvdec", "images", "cuda"), ("nvdec_cpu", "cpu", "cuda")):
+        if second in labels:
+            equal_pct, difference = _compared(labels[first], labels[second])
+            measures[f"video_labels_equal_{name}_pct"] = equal_pct
+            measures[f"video_probability_difference_{name}"] = difference
+    if "cuda" in decoders:
+        pairs = zip(_frames(video, "cpu"), _frames(video, "cuda"), strict=True)
+        levels = (np.abs(first.astype(np.int16) - second) for first, second in pairs)
+        found = [(each.mean(), each.max()) for each in levels]
+        measures["video_pixel_difference_nvdec_mean"] = float(np.mean([mean for mean, _ in found]))
+        measures["video_pixel_difference_nvdec_max"] = float(max(most for _, most in found))
+    return measures
+
+
+def _compared(expected: Labels, actual: Labels) -> tuple[float, float]:
+    """Share of frames whose likeliest class is the same, and the largest difference of that class's probability."""
+    pairs = [(next(iter(one)), one, other) for one, other in zip(expected, actual, strict=True)]
+    equal = [name == next(iter(other)) for name, _, other in pairs]
+    return 100 * float(np.mean(equal)), max(abs(one[name] - other.get(name, 0.0)) for name, one, other in pairs)
+
+
+def _frames(video: Path, decoder: Decoder) -> Iterator[np.ndarray]:
+    opened = OpenVideo(*find_videos((str(video),)), decoder=decoder, read_timeout_s=10.0)
+    try:
+        for frame in opened.frames():
+            yield frame.pixels
+    finally:
+        opened.close()
+
+
+def _labels_of_images(models: Artifact[BundleManifest], video: Path) -> Iterator[dict[str, float]]:
+    model, frames = BundleModel(models, "int8", "auto"), _frames(video, "cpu")
+    while chunk := list(islice(frames, 256)):
+        table = model.predict(chunk, {"top_k": 5})
+        for names, shares in zip(table["labels"], table["probabilities"], strict=True):
+            yield dict(zip(names, shares, strict=True))
+
+
 @click.command()
-@click.option("--machine", required=True)
-@click.option("--bundle", required=True, type=click.Path(path_type=Path))
+@click.option("--machine", required=True, help="Plain name of the machine.")
+@click.option("--bundle", required=True, type=click.Path(path_type=Path), help="Of a classifier.")
+@click.option("--dataset", type=click.Path(path_type=Path), help="Of preprocess: also label its validation images.")
 @click.option("--name", default="video", show_default=True, help="Of the result.")
 @click.option("--streams", default=4, show_default=True)
 @click.option("--frames", default=300, show_default=True, help="Of each stream.")
-@click.option("--decoder", default="auto", show_default=True)
 @click.option("--turns", default=3, show_default=True)
-def main(machine: str, bundle: Path, name: str, streams: int, frames: int, decoder: str, turns: int) -> None:
+@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+def main(
+    machine: str,
+    bundle: Path,
+    dataset: Path | None,
+    name: str,
+    streams: int,
+    frames: int,
+    turns: int,
+    results: Path,
+) -> None:
     models = load(bundle, BundleManifest)
+    check_task(f"the bundle {bundle}", models.manifest.task, "classification", "name one of a classifier")
     selected = select_runtime(models, "int8", "auto")
     assert selected.runner is not None
-    batch_size = min(_BATCH_SIZE, models.manifest.shapes.max_batch)
-    device_id = 0 if runs_plans(selected.runner.runtime) else None
-    transform = FrameBatches(models.manifest.transform, batch_size, device_id)
-    runs = []
+    decoders: list[Decoder] = ["cpu", "cuda"] if has_nvdec() else ["cpu"]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "videos"
         folder.mkdir()
-        for index in range(streams):
-            write_video(folder / f"{index}.mp4", frames, index)
-        still = [np.zeros((720, 1280, 3), np.uint8)] * batch_size
+        write_video(folder / "0.mp4", textures(frames), 1280, 720, preset="veryfast", g="60")
+        for index in range(1, streams):  # all decode alike, and one is written once
+            (folder / f"{index}.mp4").hardlink_to(folder / "0.mp4")
+        runs = []
         for turn in range(turns):
-            rates = {"decoder": decode_rate(folder, decoder)}
-            began, done = time.perf_counter(), 0
-            while time.perf_counter() - began < 5.0:
-                selected.runner.infer(transform.transform(still))
-                done += batch_size
-            rates["model"] = done / (time.perf_counter() - began)
-            config = AnalyzeConfig(sources=(str(folder),), decoder=decoder, batch_size=batch_size)  # type: ignore[arg-type]
-            analysis = analyze(config, models, Path(temporary) / f"analysis{turn}", QuietLog("analyze"))
-            rates["analyze"] = analysis.manifest.frames_per_s
-            rates["over_limit"] = rates["analyze"] / min(rates["decoder"], rates["model"])
-            print({key: round(value, 3) for key, value in rates.items()}, flush=True)
-            runs.append(rates)
-    measures = {
-        f"video_{key}_frames_per_s": statistics.median(run[key] for run in runs) for key in ("decoder", "model")
-    }
-    measures |= {
-        "video_frames_per_s": statistics.median(run["analyze"] for run in runs),
-        "video_over_limit": statistics.median(run["over_limit"] for run in runs),
-    }
+            runs.append(speed(models, selected.runner, decoders, folder, Path(temporary) / f"turn{turn}"))
+            print(json.dumps(runs[-1]), flush=True)
+        measures = parity(models, dataset, decoders, Path(temporary)) if dataset else {}
+    for part in ("transform", "model"):
+        measures[f"video_{part}_frames_per_s"] = statistics.median(run[part] for run in runs)
+    for decoder in decoders:
+        for part, key in (("decoder", f"decoder_{decoder}"), ("pixels", f"pixels_{decoder}"), ("analyze", decoder)):
+            measures[f"video_{key}_frames_per_s"] = statistics.median(run[decoder][part] for run in runs)
+    measures["video_frames_per_s"] = measures[f"video_{decoders[-1]}_frames_per_s"]
+    measures["video_over_limit"] = statistics.median(run[decoders[-1]]["over_limit"] for run in runs)
     measures["video_streams_720p30"] = measures["video_frames_per_s"] / _FPS
+    limits = "; ".join(f"{decoder}: {statistics.mode(run[decoder]['limit'] for run in runs)}" for decoder in decoders)
     write_result(
         machine,
         name,
         measures=measures,
         runs=runs,
-        notes=f"{models.manifest.architecture} at {models.manifest.transform.crop_size} px in INT8 by "
-        f"{selected.runner.runtime}; {streams} files of {frames} frames, H.264 720p, decoder {decoder}. Decoding "
-        "alone, the model alone with its transform, and analyze, in turns; on a CPU decoder and model share the "
-        "cores, so that the lower of the two alone can't be reached.",
+        notes=f"{models.manifest.architecture} at {models.manifest.image_transform.crop_size} px in INT8 by "
+        f"{selected.runner.runtime}; {streams} files of {frames} frames, H.264 720p. The slowest part by decoder: "
+        f"{limits}. decoder: decoded frames in the host's memory; pixels: the same in RGB; transform: from there to "
+        "the model's input. Parts alone and analyze, in turns; on a CPU they share the cores, so that the lowest of "
+        "them alone can't be reached.",
+        directory=results,
     )
 
 

@@ -85,13 +85,13 @@ def analyze(
     max_batch = bundle.manifest.image_shapes.max_batch
     batch_size = min(config.batch_size or min(_MOST_FRAMES, max_batch), max_batch)
     device_id = 0 if runs_plans(selected.runner.runtime) else None
+    transform = FrameBatches(bundle.manifest.image_transform, batch_size, device_id)
     began = time.monotonic()
     with ExitStack() as stack:
         stack.callback(selected.runner.close)
         writer = stack.enter_context(_Writer(config, bundle.manifest.classes, output, [s.name for s in sources]))
         # In the order of exits: the readers stop, what they have read is labelled, the files are closed.
         streams = stack.enter_context(Streams(sources, config, num_cores(), writer.say))
-        transform = FrameBatches(bundle.manifest.image_transform, batch_size, device_id)
         _label_all(streams, transform, selected.runner, batch_size, writer, log, config.max_seconds)
     records = writer.records(streams.states)
     if not any(record.num_labelled for record in records):

@@ -155,13 +155,12 @@ class OpenVideo:
         """True where NVDEC decodes."""
         return bool(self._stream.codec_context.is_hwaccel)
 
-    def frames(self) -> Iterator[VideoFrame]:
+    def decoded(self) -> "Iterator[av.VideoFrame]":
         """Decode until the end. Packets that are broken are counted and left out.
 
         Raises:
             EngineryError: a live source broke off.
         """
-        number, first_s = 0, None
         packets = self._container.demux(self._stream)
         while True:
             try:
@@ -183,16 +182,21 @@ class OpenVideo:
             for frame in decoded:
                 if frame.width * frame.height > _MAX_PIXELS:
                     self.num_corrupt += 1
-                    continue
-                time_s = frame.time if frame.time is not None else number / self._rate
-                first_s = time_s if first_s is None else first_s
-                yield VideoFrame(
-                    number=number,
-                    time_s=max(0.0, time_s - first_s),
-                    pixels=_upright(frame),
-                    received_s=time.monotonic(),
-                )
-                number += 1
+                else:
+                    yield frame
+
+    def frames(self) -> Iterator[VideoFrame]:
+        """As `decoded`, with numbers, times and pixels in RGB."""
+        first_s = None
+        for number, frame in enumerate(self.decoded()):
+            time_s = frame.time if frame.time is not None else number / self._rate
+            first_s = time_s if first_s is None else first_s
+            yield VideoFrame(
+                number=number,
+                time_s=max(0.0, time_s - first_s),
+                pixels=_upright(frame),
+                received_s=time.monotonic(),
+            )
 
     def close(self) -> None:
         """Let go of file, connection and decoder."""
