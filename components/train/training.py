@@ -24,6 +24,7 @@ from components.common.contracts.manifests import (
     write_atomically,
 )
 from components.common.contracts.records import EpochRecord, Split
+from components.common.contracts.statistics import is_above_chance
 from components.common.contracts.transforms import TransformSpec, transform_for
 from components.common.data.loader import Loader, plan_training
 from components.common.process.partial_output import open_partial
@@ -42,8 +43,6 @@ from components.train.nodes import VARIABLE, abandoned, stop_when_silent
 from components.train.resharding import ReshardedLoader
 from components.train.speed import NUM_SKIPPED, TRACE
 from components.train.trainer import MLLOG, Trainer
-
-_NOTHING_PCT = 1.0  # of mAP and mIoU
 
 
 def train(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> str:
@@ -352,19 +351,16 @@ def _publish(trainer: Trainer, data: Artifact[DatasetManifest], output: Path) ->
 
 
 def warn_of_chance_level(log: StepLog, config: TrainConfig, split: Split, score_pct: float) -> None:
-    """Warn where the model is no better than one that always names the most frequent class of a split.
-
-    Of a score that is no share of images: where it is next to nothing.
-    """
+    """Warn where the model learned nothing by the rule of the gate, as far as its score alone tells."""
     if not split.class_counts:
         return
     task, rate = TASKS[task_of(config.architecture)], config.learning_rate
-    least_pct, also = _NOTHING_PCT, ""
+    guess_pct, also = 0.0, ""
     if task.counts_images:
-        share = max(split.class_counts) / split.num_images
-        least_pct = 100 * (share + 2 * math.sqrt(share * (1 - share) / split.num_images))
-        also = f", and naming the most frequent class each time has {100 * share:.2f} %"
-    if score_pct <= least_pct < 100:
+        guess_pct = 100 * max(split.class_counts) / split.num_images
+        also = f", and naming the most frequent class each time has {guess_pct:.2f} %"
+    low_pct = None if task.counts_images else score_pct
+    if guess_pct < 100 and not is_above_chance(score_pct, guess_pct, split.num_images, low_pct):
         log.warning(
             f"the model learned nothing that shows: {score_pct:.2f} % {task.score_name}{also}. Lower "
             f"train.learning_rate, which is {rate:g}, to {rate / 4:g}, raise train.epochs, which is {config.epochs}, "

@@ -83,8 +83,8 @@ def _train_for_longer(report: Report, _: GateCheck) -> list[str]:
 def _after_chance(report: Report, check: GateCheck) -> list[str]:
     if check.measured is None:
         return ["Validate again: reports of this version name the most frequent class."]
-    if report.accuracy.unit == "sentences":
-        return ["Train for longer: the translations are hardly better than the sentences themselves."]
+    if not TASKS[report.accuracy.task].counts_images:
+        return [f"Train for longer, and see in the data card whether the labels are sound: {check.explanation}."]
     return [
         "Train again, and check that the model's classes are those of the data, in the same order: "
         f"{report.accuracy.score_name} is hardly above that of always answering the most frequent class."

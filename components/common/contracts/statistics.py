@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # the settings of gate need this module, and no arrays
     import numpy as np
 
 SIGNIFICANCE = 0.05  # a p-value below it is no chance
+NOTHING_PCT = 1.0  # of a score that is no share of images: up to here a model learned nothing, whatever a guess has
 
 # Added to the images lost, over the number of images that the drop means. Without it up to 5.2 % pass at the budget
 # where that is few images. Exact counting showed that so much is enough up to 1 point, and decides little else.
@@ -178,6 +179,20 @@ def chance_of(num_correct: int, num_images: int, share: float) -> float:
     The exact one-sided binomial test.
     """
     return beta_cdf(share, num_correct, num_images - num_correct + 1) if num_correct > 0 else 1.0
+
+
+def is_above_chance(score_pct: float, guess_pct: float, num_images: int, low_pct: float | None = None) -> bool:
+    """True if a model learned something: its score is significantly above that of a guess.
+
+    Args:
+        score_pct: of the model.
+        guess_pct: score of a model that always answers the most frequent class; 0 where there is none.
+        num_images: what the score was measured on.
+        low_pct: the lower end of the score's interval; None for a share of images, which has an exact test.
+    """
+    if low_pct is not None:
+        return low_pct > max(guess_pct, NOTHING_PCT)
+    return chance_of(round(score_pct / 100 * num_images), num_images, guess_pct / 100) < SIGNIFICANCE
 
 
 def mcnemar(num_lost: int, num_gained: int) -> tuple[float, Literal["exact binomial", "chi-square"]]:

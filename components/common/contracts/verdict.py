@@ -22,7 +22,7 @@ from components.common.contracts.records import (
     with_new_names,
 )
 from components.common.contracts.settings import StepConfig
-from components.common.contracts.statistics import SIGNIFICANCE, chance_of
+from components.common.contracts.statistics import NOTHING_PCT, chance_of, is_above_chance
 
 _DIGITS = 9  # percentages carry rounding noise (100 * 0.29 < 29); a value of exactly the threshold passes
 _MANY_IMAGES = 5000  # from here on one image is at most 0.02 points
@@ -52,7 +52,7 @@ class Thresholds(StepConfig):
     require_above_chance: bool = Field(
         True,
         description="Whether FP32 and the precision must be right significantly more often than a model that always "
-        "answers the most frequent class.",
+        f"answers the most frequent class, and have significantly more than {NOTHING_PCT:g} % of mAP, mIoU or BLEU.",
     )
     min_score_pct: float = Field(
         0.0, ge=0, le=100, description="Least score of the precision itself, in %; 0 for none."
@@ -235,31 +235,29 @@ def _by_interval(check: GateCheck, lower: float, upper: float, allowed: float, o
 
 
 def _above_chance(check: CheckSpec, evidence: Evidence, _: float) -> GateCheck:
-    """FP32 and the precision against a model that always answers the most frequent class.
-
-    By an exact binomial test, or by the interval of a score that is no share of images.
-    """
+    """FP32 and the precision against a model that learned nothing; see `is_above_chance`."""
     share_pct = evidence.accuracy.most_frequent_pct
     if share_pct is None:
         return check.open(0.0, "the most frequent class is not named in this report, validate again")
     row = min(evidence.accuracy.row("fp32"), evidence.own, key=lambda row: row.score_pct or 0.0)
     score = row.score_pct or 0.0
     class_name = evidence.accuracy.most_frequent_class
-    guess = f"always answering {class_name!r}, the most frequent class" if class_name else "finding nothing"
-    guess = "sentences left as they are" if evidence.accuracy.unit == "sentences" else guess
-    always = f"{share_pct:.2f} % of {guess}"
+    is_above = is_above_chance(score, share_pct, row.num_images, row.score_low_pct)
+    guess = f"always answering {class_name!r}, the most frequent class" if class_name else "sentences left as they are"
+    always = f"the {share_pct:.2f} % of {guess}"
+    if row.score_low_pct is not None and share_pct < NOTHING_PCT:
+        share_pct, always = NOTHING_PCT, f"{NOTHING_PCT:g} %, which is next to nothing"
     text = f"{evidence.accuracy.score_name} of {row.precision.upper()} {_text(score, round(share_pct, _DIGITS))}"
     if row.score_low_pct is None:
-        p_value = chance_of(round(score / 100 * row.num_images), row.num_images, share_pct / 100)
-        is_above, doubt = p_value < SIGNIFICANCE, f"p = {p_value:.2g}"
+        doubt = f"p = {chance_of(round(score / 100 * row.num_images), row.num_images, share_pct / 100):.2g}"
     else:
-        is_above, doubt = row.score_low_pct > share_pct, f"at least {row.score_low_pct:.2f} % with 95 % confidence"
+        doubt = f"at least {row.score_low_pct:.2f} % with 95 % confidence"
     if is_above:
-        return check.found("pass", share_pct, f"{text}, above the {always}", score)
+        return check.found("pass", share_pct, f"{text}, above {always}", score)
     if round(score, _DIGITS) > share_pct:
-        return check.open(share_pct, f"{text} may be above the {always}, by chance: {doubt}", score)
+        return check.open(share_pct, f"{text} may be above {always}, by chance: {doubt}", score)
     classes = ", or its classes are in another order" if class_name else ""
-    text = f"{text} is not above the {always}: the model has learned nothing{classes}"
+    text = f"{text} is not above {always}: the model has learned nothing{classes}"
     return check.found("fail", share_pct, text, score)
 
 

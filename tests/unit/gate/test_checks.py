@@ -128,6 +128,16 @@ def test_a_score_that_is_no_share_is_above_chance_by_its_interval(low: float, ve
     assert "always answering 'ant'" in found.explanation
 
 
+@pytest.mark.parametrize(
+    ("score", "low", "verdict"), [(0.14, 0.05, "fail"), (1.3, 0.9, OPEN), (1.3, 1.1, "pass"), (64.0, 60.0, "pass")]
+)
+@pytest.mark.parametrize("task", ["detection", "translation"])
+def test_a_model_that_learned_nothing_does_not_pass(task: str, score: float, low: float, verdict: str) -> None:
+    rows = (accuracy_row(name, score, score_low_pct=low) for name in ("fp32", "int8"))
+    found = check("above_chance", accuracy_report(*rows, task=task, most_frequent_class="", most_frequent_pct=0.0))
+    assert (found.verdict, found.threshold) == (verdict, 1.0)
+
+
 @pytest.mark.parametrize(("share_pct", "verdict"), [(95.9, "pass"), (96.5, OPEN), (98.0, "fail")])
 def test_the_share_of_fp32_is_proved_like_the_drop(share_pct: float, verdict: str) -> None:
     """30 of 1,000 are lost: with 95 % confidence at least 2.2 and at most 4.0 %."""

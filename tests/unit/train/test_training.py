@@ -96,8 +96,8 @@ def test_an_unknown_architecture_suggests(train: Train, tmp_path: Path, architec
     ("architecture", "counts", "score_pct", "said"),
     [
         ("resnet18", (50, 50), 50.0, "50.00 % top-1, and naming the most frequent class each time has 50.00 %"),
-        ("resnet18", (50, 50), 59.0, "59.00 % top-1"),  # two standard deviations of a guess are 10 points
-        ("resnet18", (50, 50), 61.0, ""),
+        ("resnet18", (50, 50), 58.0, "58.00 % top-1"),  # a coin is as good in 7 % of all cases
+        ("resnet18", (50, 50), 59.0, ""),
         ("resnet18", (900, 100), 90.0, "90.00 % top-1"),  # the most frequent class each time
         ("resnet18", (100,), 100.0, ""),  # one class can't be missed
         ("detection/fcos_small", (900, 100), 20.0, ""),
