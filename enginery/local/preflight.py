@@ -34,6 +34,7 @@ from components.preprocess.sources import (
     local_path,
     read_sample,
 )
+from components.train.config import TrainConfig
 from components.validate.config import ValidateConfig
 from enginery.doctor.machine import memory_limit
 from enginery.formats import size_text
@@ -70,6 +71,7 @@ def check_inputs(arguments: Mapping[str, Any], *, in_containers: bool = False) -
         EngineryError: the model is damaged.
     """
     check_paths(arguments)
+    _check_architecture(arguments)
     check_measurements(arguments, in_containers=in_containers)
     if _is_text(arguments):
         return ""
@@ -91,6 +93,16 @@ def check_inputs(arguments: Mapping[str, Any], *, in_containers: bool = False) -
         f"listing {arguments['data']} takes long, so whether its validation images are enough for the gate is checked "
         "after preprocess"
     )
+
+
+def _check_architecture(arguments: Mapping[str, Any]) -> None:
+    """Refuse a network that there is not. The usual one needs no look-up, and of a model `check_apart` does it."""
+    architecture = str(arguments.get("architecture") or "")
+    if architecture in ("", TrainConfig.model_fields["architecture"].default) or arguments.get("model"):
+        return
+    from components.common.runtimes.architectures import check_architecture
+
+    check_architecture(architecture)
 
 
 def _is_text(arguments: Mapping[str, Any]) -> bool:
@@ -310,7 +322,7 @@ def training_memory(arguments: Mapping[str, Any]) -> "TrainingMemory | None":
             1 if settings.get("optimizer", "sgd") == "sgd" else 2,
         )
         return _count(architecture, _image_size(arguments), half, frozen, num_moments)
-    except UserError:  # the step says it, of an architecture that there is not
+    except UserError:  # such as of an image size that the network does not take: the step says it
         return None
 
 

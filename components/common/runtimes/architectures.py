@@ -1,5 +1,6 @@
 """Models by name, over torchvision and timm."""
 
+import difflib
 import pickle
 import zipfile
 from functools import partial
@@ -11,17 +12,46 @@ from torch import nn
 
 from components.common.contracts.errors import UserError, shortened
 from components.common.contracts.foreign import refuse_lfs_pointer
-from components.common.tasks import networks_of, task_of
+from components.common.tasks import TaskName, networks_of, task_of
 
 _MAX_PROBLEMS = 3  # that are shown of weights that don't fit
 _USUAL_SIZES = (224, 256, 288, 320)  # of images, in pixels
 
 
-def known_architectures() -> list[str]:
-    """Names that `build_model` takes from torchvision; timm's come with the prefix "timm/"."""
+def _known_architectures(task: TaskName) -> list[str]:
+    """Names that `build_model` takes, with NAME for one of timm's."""
+    if task != "classification":
+        return [f"{task}/{each}" for each in networks_of(task)]
     import torchvision  # which takes half as long to import as all of PyTorch; an ONNX file needs none of it
 
-    return torchvision.models.list_models(module=torchvision.models)
+    return ["timm/NAME", *torchvision.models.list_models(module=torchvision.models)]
+
+
+def check_architecture(architecture: str) -> None:
+    """Look up a network's name as `build_model` takes it, without building it.
+
+    Raises:
+        UserError: no such model; it names the closest ones.
+    """
+    task = task_of(architecture)
+    network, is_timm, name = architecture.partition("timm/")
+    known = _known_architectures(task)
+    if (f"{network}timm/NAME" if is_timm else architecture) not in known:
+        usual = ["resnet50", "mobilenet_v2", "efficientnet_b0"] if task == "classification" else known
+        also = " (any of torchvision's classifiers; timm's as timm/NAME)" if task == "classification" else ""
+        raise _unknown(f"no model {architecture!r}", architecture, known, f"such as {', '.join(usual)}", also)
+    if is_timm:
+        import timm
+
+        if not timm.is_model(name):
+            listed = "`python -c 'import timm; print(timm.list_models())'` lists them"
+            raise _unknown(f"timm has no model {name!r}", name, timm.list_models(), listed)
+
+
+def _unknown(what: str, name: str, known: list[str], otherwise: str, also: str = "") -> UserError:
+    close = difflib.get_close_matches(name, known, n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else otherwise
+    return UserError(f"{what}; {hint}{also}", code="unknown-architecture", setting="architecture")
 
 
 def build_model(architecture: str, num_classes: int) -> nn.Module:
@@ -36,35 +66,15 @@ def build_model(architecture: str, num_classes: int) -> nn.Module:
     Raises:
         UserError: no such model.
     """
+    check_architecture(architecture)
     if (task := task_of(architecture)) != "classification":
         own = networks_of(task)
         name, has_backbone, backbone = architecture.removeprefix(f"{task}/").partition("/timm/")
-        if (key := f"{name}/timm/NAME" if has_backbone else name) not in own:
-            raise UserError(
-                f"no network {architecture!r}; take one of {', '.join(f'{task}/{each}' for each in own)}",
-                code="unknown-architecture",
-                setting="architecture",
-            )
-        if not has_backbone:
-            return own[key](num_classes)
-        _check_timm(backbone)
-        return own[key](num_classes, backbone)
+        return own[f"{name}/timm/NAME"](num_classes, backbone) if has_backbone else own[name](num_classes)
     if architecture.startswith("timm/"):
         import timm
 
-        name = architecture.removeprefix("timm/")
-        _check_timm(name)
-        return timm.create_model(name, num_classes=num_classes)
-    if architecture not in known_architectures():
-        import difflib
-
-        close = difflib.get_close_matches(architecture, known_architectures(), n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else "such as resnet50, mobilenet_v2 or efficientnet_b0"
-        raise UserError(
-            f"no model {architecture!r}; {hint} (any of torchvision's classifiers; timm's as timm/NAME)",
-            code="unknown-architecture",
-            setting="architecture",
-        )
+        return timm.create_model(architecture.removeprefix("timm/"), num_classes=num_classes)
     options: dict[str, object] = {}
     if architecture in ("googlenet", "inception_v3"):
         # From torchvision's own first weights, of std 0.1, inception_v3 learns slowly: PyTorch's default is used.
@@ -75,17 +85,6 @@ def build_model(architecture: str, num_classes: int) -> nn.Module:
     import torchvision
 
     return torchvision.models.get_model(architecture, weights=None, num_classes=num_classes, **options)
-
-
-def _check_timm(name: str) -> None:
-    import timm
-
-    if not timm.is_model(name):
-        raise UserError(
-            f"timm has no model {name!r}; `python -c 'import timm; print(timm.list_models())'` lists them",
-            code="unknown-architecture",
-            setting="architecture",
-        )
 
 
 def read_weights(path: Path, source: str = "") -> dict[str, torch.Tensor]:
