@@ -36,6 +36,7 @@ STEP_CONFIGS: dict[str, type[StepConfig]] = {
 STEP_ORDER = ("preprocess", "merge", *(step for step in STEP_CONFIGS if step != "preprocess"))
 
 _PIPELINES = Path(__file__).resolve().parents[2] / "pipelines"  # enginery's own pipeline files
+_CONFIGS = _PIPELINES / "configs"
 # The steps that a plain pipeline input sets, in the order in which a pipeline that lacks one falls to the next.
 _OWNERS: dict[str, tuple[str, ...]] = {
     "data": ("preprocess",),
@@ -212,7 +213,7 @@ def resolve_arguments(
     """
     plain: dict[str, Any] = {}
     steps: dict[str, dict[str, Any]] = {step: {} for step in file.steps}
-    for key, value in (load_yaml(_or_own(config_file, _PIPELINES / "configs", ".yaml")) if config_file else {}).items():
+    for key, value in (_load_config(file, config_file) if config_file else {}).items():
         _assign(file, plain, steps, key, value, source=str(config_file))
     for text in assignments:
         key, separator, value = text.partition("=")
@@ -242,7 +243,7 @@ def resolve_arguments(
     if architecture and (task := file.task) != (found := task_of(architecture)):
         raise UserError(
             f"{architecture} is a network for {found}, and the pipeline {file.name} is of {task}; name another one, "
-            f"or run {TASKS[found].pipeline}",
+            f"such as {file.inputs['architecture'].default or 'resnet50'}, or run {TASKS[found].pipeline}",
             code="other-task",
             setting="--architecture",
         )
@@ -250,6 +251,28 @@ def resolve_arguments(
         text = f"{model} holds weights only: name their architecture, such as --architecture resnet50"
         raise UserError(text, code="weights-without-architecture", setting="--architecture")
     return arguments
+
+
+def _load_config(file: PipelineFile, path: Path) -> dict[str, Any]:
+    """The content of a config file, or of one of enginery's own by its name.
+
+    Raises:
+        UserError: it can't be read, or it is enginery's own for another task.
+    """
+    found = _or_own(path, _CONFIGS, ".yaml")
+    content = load_yaml(found)
+    task = task_of(str(content.get("architecture") or ""))
+    if task != file.task and found.resolve().parent == _CONFIGS:  # one of the user's may leave the network out
+        own = {each.stem: load_yaml(each) for each in sorted(_CONFIGS.glob("*.yaml"))}
+        fitting = [name for name, each in own.items() if task_of(str(each.get("architecture") or "")) == file.task]
+        raise UserError(
+            f"--config {path} is for {task}, and the pipeline {file.name} is of {file.task}; take one for it "
+            f"({', '.join(name for name in fitting if own[name].keys() <= file.inputs.keys())}), or run "
+            f"{TASKS[task].pipeline}",
+            code="other-task",
+            setting="--config",
+        )
+    return content
 
 
 def _assign(

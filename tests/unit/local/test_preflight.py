@@ -61,6 +61,10 @@ WEIGHTS = ("--data", "{digits}", "--model", "{tmp}/m.pth", "--architecture", "re
         ("resnet50", ("--data", "{digits}", "--summary", "absent/s.json"), "no-folder", "--summary"),
         ("resnet50", ("--data", "{digits}", "--summary", "."), "is-folder", "--summary"),
         ("resnet50", ("--data", "{digits}", "--global-batch-size", "1000000"), "too-little-memory", "85.9 TB"),
+        ("detection", ("--data", "{tmp}", "--config", "digits"), "other-task", "take one for it (shapes)"),
+        ("segmentation", ("--data", "{tmp}", "--config", "strong"), "other-task", "take one for it (shapes_masks)"),
+        ("resnet50", ("--data", "{tmp}", "--config", "phrases"), "other-task", "(digits, fast, reference, strong, tex"),
+        ("detection", ("--data", "{tmp}", "--architecture", "fcos"), "other-task", "such as detection/retinanet_"),
         ("resnet50", ("--data", "{digits}", "--architecture", "resnet51"), "unknown-architecture", "resnet50"),
         ("resnet50", ("--data", "{digits}", "--architecture", "timm/resnet51"), "unknown-architecture", "resnet50"),
         (
