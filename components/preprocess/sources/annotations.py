@@ -173,6 +173,7 @@ def coco(tree: Tree, files: Mapping[str, File], *, with_outlines: bool = False) 
     index = _Index(files)
     images: dict[str, tuple[File, str, Encodable]] = {}
     refused: dict[str, str] = {}
+    twice: list[tuple[str, str, Any]] = []
     classes: dict[Any, str] = {}
     for path, content in parsed.items():
         for key, name in content.categories.items():
@@ -198,12 +199,16 @@ def coco(tree: Tree, files: Mapping[str, File], *, with_outlines: bool = False) 
             else:
                 own = places.get(key, _NO_PLACES)
                 images[file.path] = (file, split, _CocoImage(content.objects, own, firsts, size))
-        for name, key in content.twice.items():
-            file = index.find(name, path)
-            refused[file.path if file else name] = f"its id is that of another image, too: {_short(key)} in {path}"
+        twice += [(path, name, key) for name, key in content.twice.items()]
         for key in places.keys() - content.images.keys():
             what = f"annotations of an image that the file does not list: {len(places[key]):,}"
             refused[f"{path}: image {_short(key)}"] = what
+    for path, name, key in twice:
+        file = index.find(name, path)
+        place = file.path if file else name
+        # an image that another file annotates is not lost
+        place = f"{path}: {name}" if place in images else place
+        refused[place] = f"its id is that of another image, too: {_short(key)} in {path}"
     keys = sorted(classes, key=lambda key: (str(type(key)), key))
     names = tuple(classes[key] for key in keys)
     if twice := [name for name, times in Counter(names).items() if times > 1]:

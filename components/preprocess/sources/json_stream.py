@@ -21,7 +21,7 @@ def json_arrays(file: BinaryIO, where: str, names: Iterable[str]) -> Iterator[tu
     Raises:
         UserError: it is empty or no JSON, or an element is too large.
     """
-    stream, wanted = _JsonStream(file, where), set(names)
+    stream, wanted, is_of_kind = _JsonStream(file, where), set(names), False
     if (first := stream.peek()) != "{":
         if not first:
             raise UserError(f"{where} is empty; export the annotations again, or remove it", code="damaged-annotations")
@@ -32,6 +32,7 @@ def json_arrays(file: BinaryIO, where: str, names: Iterable[str]) -> Iterator[tu
         stream.take(":")
         if stream.peek() == "[" and name in wanted:
             yield name, None
+            is_of_kind = True
             separator = stream.take("[")
             while separator != "]" and stream.peek() != "]":
                 yield name, stream.value()
@@ -41,6 +42,10 @@ def json_arrays(file: BinaryIO, where: str, names: Iterable[str]) -> Iterator[tu
         else:
             stream.value()
         separator = stream.take(",}")
+    if separator != "}":
+        stream.take("}")
+    if is_of_kind and stream.peek():  # of another kind are also files with an object a line
+        raise stream.damaged("text follows the closing brace")
 
 
 class _JsonStream:
@@ -64,7 +69,7 @@ class _JsonStream:
         """Move behind the next character, which must be one of these."""
         found = self.peek()
         if not found or found not in allowed:
-            raise self._damaged(f"{found!r} where one of {allowed!r} was expected" if found else "it ends too early")
+            raise self.damaged(f"{found!r} where one of {allowed!r} was expected" if found else "it ends too early")
         self._at += 1
         return found
 
@@ -80,12 +85,12 @@ class _JsonStream:
                     return value
                 continue
             except RecursionError:
-                raise self._damaged("values lie too deep in one another") from None
+                raise self.damaged("values lie too deep in one another") from None
             except ValueError as error:
                 if len(self._text) - self._at > _MAX_ELEMENT:
-                    raise self._damaged(f"a value has more than {_MAX_ELEMENT:,} characters") from None
+                    raise self.damaged(f"a value has more than {_MAX_ELEMENT:,} characters") from None
                 if not self._fill(more):
-                    raise self._damaged(str(error)[:_MAX_REASON]) from None
+                    raise self.damaged(str(error)[:_MAX_REASON]) from None
                 more *= 2
 
     def _fill(self, num_bytes: int) -> bool:
@@ -96,11 +101,12 @@ class _JsonStream:
         try:
             text = self._decode(data, final=self._ended)
         except UnicodeDecodeError as error:
-            raise self._damaged(f"not UTF-8: {error.reason}") from None
+            raise self.damaged(f"not UTF-8: {error.reason}") from None
         self._text, self._at = self._text[self._at :] + text, 0
         return bool(data)
 
-    def _damaged(self, reason: str) -> UserError:
+    def damaged(self, reason: str) -> UserError:
+        """The error about a text that can't be read."""
         return UserError(
             f"{self._where} is no JSON that can be read: {reason}; export the annotations again",
             code="damaged-annotations",

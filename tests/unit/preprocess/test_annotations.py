@@ -284,6 +284,24 @@ def test_ids_of_any_kind_and_twice_in_several_images(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["aa.json", "zz.json"])
+def test_images_that_share_an_id_in_one_file_are_not_lost_where_another_annotates_them(
+    name: str, tmp_path: Path
+) -> None:
+    write_coco(tmp_path / "data")
+    content = {**coco("abc"), "annotations": []}
+    for entry in content["images"]:
+        entry["id"] = 5
+    (tmp_path / "data" / "train" / name).write_text(json.dumps(content), encoding="utf-8")
+    (tmp_path / "data" / "train" / "log.json").write_text('{"step": 1}\n{"step": 2}\n', encoding="utf-8")
+    dataset = packed(tmp_path / "data", tmp_path / "x", max_bad_fraction=0.9)
+    assert {name: len(rows) for name, rows in objects(dataset).items()} == {"a": 2, "b": 0, "c": 1, "d": 1}
+    assert rejected(dataset.path) == {
+        f"train/{name}: {each}.png": f"its id is that of another image, too: 5 in train/{name}" for each in "abc"
+    }
+    assert dataset.manifest.num_rejected == 3
+
+
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_split_without_any_box_is_packed_and_named(tmp_path: Path) -> None:
     write_coco(tmp_path / "data")
@@ -314,6 +332,8 @@ def test_images_whose_masks_have_the_same_names_are_found(tmp_path: Path) -> Non
         '{"images": [{"id": 1, "file_name": "a.png"} {"id": 2}]}',
         '{"images": [], "annotations": [{"id": null, "image_id": 1}]}',
         '{"images" []}',
+        '{"images": [{"id": 1, "file_name": "a.png"}], "annotations": []} {"id": 2}',
+        '{"images": [{"id": 1, "file_name": "a.png"}], "annotations": []}}',
         "",
         " \n",
     ],
