@@ -70,8 +70,10 @@ def _of_runs(outline: Mapping[str, Any], width: int, height: int) -> np.ndarray:
     runs = _decoded(counts) if isinstance(counts, str) else counts
     if not isinstance(runs, list) or not all(isinstance(run, int) and run >= 0 for run in runs):
         raise ValueError("run lengths that are none")
-    if outline.get("size") != [height, width] or sum(runs) != width * height:
-        raise ValueError(f"run lengths of another size: {str(outline.get('size'))[:40]}")
+    if (size := outline.get("size")) != [height, width]:
+        raise ValueError(f"run lengths of [height, width] {str(size)[:40]}, an image of [{height}, {width}]")
+    if sum(runs) != width * height:
+        raise ValueError(f"run lengths of {sum(runs):,} pixels, an image of {width * height:,}")
     flat = np.repeat(np.arange(len(runs)) % 2 == 1, runs)
     return flat.reshape(width, height).T
 

@@ -173,7 +173,7 @@ def coco(tree: Tree, files: Mapping[str, File], *, with_outlines: bool = False) 
     index = _Index(files)
     images: dict[str, tuple[File, str, Encodable]] = {}
     refused: dict[str, str] = {}
-    twice: list[tuple[str, str, Any]] = []
+    shared: list[tuple[str, str, Any]] = []  # of ids: the file, the name of an image, its id
     classes: dict[Any, str] = {}
     for path, content in parsed.items():
         for key, name in content.categories.items():
@@ -199,11 +199,11 @@ def coco(tree: Tree, files: Mapping[str, File], *, with_outlines: bool = False) 
             else:
                 own = places.get(key, _NO_PLACES)
                 images[file.path] = (file, split, _CocoImage(content.objects, own, firsts, size))
-        twice += [(path, name, key) for name, key in content.twice.items()]
+        shared += [(path, name, key) for name, key in content.twice.items()]
         for key in places.keys() - content.images.keys():
             what = f"annotations of an image that the file does not list: {len(places[key]):,}"
             refused[f"{path}: image {_short(key)}"] = what
-    for path, name, key in twice:
+    for path, name, key in shared:
         file = index.find(name, path)
         place = file.path if file else name
         # an image that another file annotates is not lost

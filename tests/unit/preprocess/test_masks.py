@@ -147,6 +147,7 @@ def test_polygons_of_coco_and_what_is_wrong_with_them(tmp_path: Path) -> None:
         (9, {"size": [HEIGHT, WIDTH], "counts": [5, 5]}),
         (9, {"size": [HEIGHT, WIDTH], "counts": "~~~~~~~~~~~~"}),
         (9, [[100, 100, 110, 100, 110, 120]]),
+        (9, {"size": [WIDTH, HEIGHT], "counts": [5, WIDTH * HEIGHT - 5]}),
     ]
     content = {
         "images": [
@@ -176,11 +177,14 @@ def test_polygons_of_coco_and_what_is_wrong_with_them(tmp_path: Path) -> None:
     assert (found[40:, 50:60] == 2).sum() == pytest.approx(40, abs=5)  # a triangle
     assert not masks(dataset)["0"].any()
     lines = dataset.file("rejected_annotations.jsonl").read_text(encoding="utf-8").splitlines()
-    why = {entry["annotation"]: entry["reason"].partition(":")[0] for entry in map(json.loads, lines)}
-    assert why == {
+    reasons = {entry["annotation"]: entry["reason"] for entry in map(json.loads, lines)}
+    assert reasons["annotation 7"] == f"no outline: run lengths of 10 pixels, an image of {WIDTH * HEIGHT:,}"
+    sizes = f"[height, width] [{WIDTH}, {HEIGHT}], an image of [{HEIGHT}, {WIDTH}]"
+    assert reasons["annotation 10"] == f"no outline: run lengths of {sizes}"
+    assert {name: reason.partition(":")[0] for name, reason in reasons.items()} == {
         "annotation 3": "unknown class",
         "annotation 4": "no polygons or run lengths",
-        **{f"annotation {number}": "no outline" for number in (5, 6, 7, 8)},
+        **{f"annotation {number}": "no outline" for number in (5, 6, 7, 8, 10)},
         "annotation 9": "no pixel of the image is in it",
     }
     refused = rejected(dataset.path)
