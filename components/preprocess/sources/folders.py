@@ -45,6 +45,7 @@ _MAX_NAME_CHARACTERS = 1 << 28  # of all folders of a list; each is known by the
 _WANTED = "DIR/<class>/image.jpg for two classes or more, or DIR/train/<class>/ and DIR/val/<class>/"
 _KAGGLE_BASE = "ILSVRC/Data/CLS-LOC"
 _SOLUTION = "LOC_val_solution.csv"
+_ANNOTATIONS = ("annotations", "labels")  # folders of other tasks, in small letters
 _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 
 
@@ -356,7 +357,7 @@ def folder_source(tree: Tree, storage: Storage, options: Options) -> Source:
         raise _no_class_folders(where)
     if _has_splits(tree, base, folders):
         return _presplit(tree, base, folders, storage, options)
-    classes = _classes(tree, folders, where, options)
+    classes = _classes(tree, folders, base, options)
     samples = [sample for folder in folders for sample in _samples(tree, folder, classes.labels[folder])]
     splits = hold_out(samples, classes.names, options, labels={classes.labels[folder] for folder in folders})
     return Source(classes=classes.names, splits=splits, storage=storage)
@@ -441,7 +442,7 @@ def _presplit(tree: Tree, base: str, folders: Sequence[str], storage: Storage, o
             "them; folder names must agree to the letter",
             code="unknown-classes",
         )
-    classes = _classes(tree, of_train, where_train, options)
+    classes = _classes(tree, of_train, train, options)
     listed: dict[str, list[Sample]] = {"train": [], "val": []}
     for split, path, names in (("train", train, of_train), ("val", val, of_val)):
         for folder in sorted(names, key=lambda name: classes.labels[name]):
@@ -509,7 +510,31 @@ def _solution(tree: Tree, path: str) -> Mapping[str, str]:
     return wnids
 
 
-def _classes(tree: Tree, folders: Sequence[str], where: str, options: Options) -> ClassNames:
+def _refuse_other_tasks(tree: Tree, base: str, folders: Sequence[str]) -> None:
+    """Raise UserError where folders are no classes, but hold images with masks, or with boxes in other files."""
+    paths = {name.lower(): joined(base, name) for name in folders}
+    boxes = [
+        path
+        for name, path in paths.items()
+        if name in _ANNOTATIONS and not any(is_image_name(file.path) for file in tree.files(path))
+    ]
+    if "images" in paths:
+        boxes += [joined(base, name) for name in tree.names(base) if name.lower().endswith(".json")]
+    masks = [paths["masks"]] if {"images", "masks"} <= paths.keys() else []
+    if boxes or masks:
+        fits = " or ".join(["`enginery run detection`"] * bool(boxes) + ["`enginery run segmentation`"] * bool(masks))
+        raise UserError(
+            f"{shown(tree.name, base)} has no folder per class, but images and {', '.join([*masks, *boxes][:5])}, as "
+            f"other tasks have: take {fits}. To classify, arrange the images as {_WANTED}",
+            code="other-task",
+            setting="data",
+        )
+
+
+def _classes(tree: Tree, folders: Sequence[str], base: str, options: Options) -> ClassNames:
+    where = shown(tree.name, base)
+    if options.names is None:
+        _refuse_other_tasks(tree, base, folders)
     classes = options.names or _from_synset_map(tree, folders) or plain_names(folders)
     unknown = sorted(set(folders) - set(classes.labels))
     if unknown:

@@ -28,6 +28,7 @@ from components.export.config import ExportConfig
 from components.export.run import run as export
 from components.export.sources import check_model, write_fp32_onnx
 from components.train.config import TrainConfig
+from enginery.datasets.shapes import write_shapes
 from enginery.local import preflight
 from enginery.local.preflight import (
     check_inputs,
@@ -61,6 +62,8 @@ WEIGHTS = ("--data", "{digits}", "--model", "{tmp}/m.pth", "--architecture", "re
         ("resnet50", ("--data", "{digits}", "--summary", "absent/s.json"), "no-folder", "--summary"),
         ("resnet50", ("--data", "{digits}", "--summary", "."), "is-folder", "--summary"),
         ("resnet50", ("--data", "{digits}", "--global-batch-size", "1000000"), "too-little-memory", "85.9 TB"),
+        ("resnet50", ("--data", "{shapes}"), "other-task", "`enginery run detection` or `enginery run segmentation`"),
+        ("quantize", ("--data", "{shapes}", "--model", "{tmp}/m.pth", "--architecture", "resnet18"), "other-task", ""),
         ("detection", ("--data", "{tmp}", "--config", "digits"), "other-task", "take one for it (shapes)"),
         ("segmentation", ("--data", "{tmp}", "--config", "strong"), "other-task", "take one for it (shapes_masks)"),
         ("resnet50", ("--data", "{tmp}", "--config", "phrases"), "other-task", "(digits, fast, reference, strong, tex"),
@@ -96,7 +99,9 @@ def test_a_run_that_can_not_be_is_refused_and_leaves_nothing(
         (folder / file).write_bytes(b"not a model")
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("enginery.cli.run.load_pipeline", load_once)
-    filled = [option.format(tmp=folder, digits=few_digits) for option in options]
+    if "{shapes}" in options:
+        write_shapes(folder / "shapes", num_train=4, num_val=2, image_size=64)
+    filled = [option.format(tmp=folder, digits=few_digits, shapes=folder / "shapes") for option in options]
     with refuses(code) as caught:
         registered.enginery("run", ROOT / f"pipelines/{name}.py", *filled, "--set", "gate.confident=false")
     assert words.format(tmp=folder) in str(caught.value)

@@ -15,7 +15,7 @@ from components.preprocess.sources.json_stream import json_arrays
 from tests.conftest import preprocess
 from tests.unit.refusals import refuses
 
-from .builders import archive, every_path, gradient, listing, rejected
+from .builders import archive, every_path, find, gradient, listing, rejected
 
 WIDTH, HEIGHT = 64, 48
 CLASSES = ("cat", "dog")
@@ -125,6 +125,18 @@ def test_all_formats_hold_the_same_objects(write: Callable[[Path], None], tmp_pa
     for name, boxes in OBJECTS.items():
         np.testing.assert_allclose(np.reshape(found[name], (-1, 6)), np.reshape(boxes, (-1, 6)), atol=0.01)
     assert not (dataset.path / "rejected_annotations.jsonl").exists()
+
+
+@pytest.mark.parametrize("write", [write_coco, write_coco_as_published, write_voc, write_yolo])
+def test_folders_of_boxes_are_no_classes(write: Callable[[Path], None], tmp_path: Path) -> None:
+    write(tmp_path / "data")
+    with refuses("other-task", "data") as caught:
+        preprocess(tmp_path / "data", tmp_path / "x")
+    assert "enginery run detection" in str(caught.value)
+    (tmp_path / "classes" / "labels").mkdir(parents=True)
+    shutil.copytree(tmp_path / "data", tmp_path / "classes" / "images")
+    write_images(tmp_path / "classes" / "labels", "efgh")  # a class of this name
+    assert find(tmp_path / "classes").classes == ("images", "labels")
 
 
 @pytest.mark.parametrize("name", ["data.zip", "data.tar.gz", "data.tar"])
