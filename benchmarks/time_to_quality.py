@@ -85,7 +85,7 @@ def trained(
     if code:
         return {"failed": (output.with_suffix(".log").read_text(errors="replace").strip().splitlines() or [""])[-1]}
     manifest = load(output, CheckpointManifest).manifest
-    top1 = [epoch.val_top1_pct or 0.0 for epoch in manifest.history]
+    top1 = [epoch.val_score_pct or 0.0 for epoch in manifest.history]
     found = {name: manifest.metrics.get(name) for name in ("seconds_to_target", "epochs_to_target")}
     rates = [epoch.train_images_per_s for epoch in manifest.history]
     elapsed = [epoch.elapsed_s for epoch in manifest.history]

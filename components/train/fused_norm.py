@@ -22,6 +22,8 @@ from torch.library import custom_op
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 IS_ON = True  # for benchmarks
+# Of a process's batch: calling 108 operators of our own takes the host longer than the GPU needs for a small one.
+MIN_PIXELS = 1024 * 224 * 224
 _PLAIN, _RELU, _SHORTCUT, _POOLED = 0, 1, 2, 3  # what lets a gradient through to the BatchNorm
 _NUM_PROGRAMS = 2112  # of a sum: 16 for each of an H200's multiprocessors
 _TILE = 4096  # values that a program of a sum has at a time

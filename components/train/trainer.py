@@ -174,9 +174,10 @@ class Trainer:
         if world.device.type == "cpu":
             speed_up_small_convolutions(self.model)
         elif self._compile_mode:
-            from components.train.fused_norm import fuse_norms  # Triton is not where there are no GPUs
+            from components.train import fused_norm  # Triton is not where there are no GPUs
 
-            fuse_norms(self.model)
+            if plan.per_gpu_batch_size * config.image_size**2 >= fused_norm.MIN_PIXELS:
+                fused_norm.fuse_norms(self.model)
         self.train, self.val = train, val
         self.dtype = pick_precision(config, world.device)
         self.steps_per_epoch = len(train) // plan.num_accumulated
