@@ -134,7 +134,7 @@ class Renderer:
         elif kind == "finished":
             self._close(step, "[green]done[/]  ", event["outcome"], event["time"])
         elif kind == "failed":
-            self._close(step, "[red]failed[/]", event["message"], event["time"])
+            self._close(step, "[red]failed[/]", event["message"], event["time"], event.get("code", ""))
 
     def show_reused(self, step: str, run_id: str) -> None:
         """A step that need not run: its inputs, settings, code and machine are those of an earlier run."""
@@ -163,10 +163,11 @@ class Renderer:
             self._progress.remove_task(self._task)
             self._task = None
 
-    def _close(self, step: str, mark: str, text: str, now: float) -> None:
+    def _close(self, step: str, mark: str, text: str, now: float, code: str = "") -> None:
         self._remove_bar()
         seconds = now - self._step_started
-        self._console.print(f"[bold]{step:>10}[/] {mark} {seconds:6.1f} s  {escape(text)}")
+        shown_code = f" [dim]{escape(f'[{code}]')}[/]" if code else ""
+        self._console.print(f"[bold]{step:>10}[/] {mark} {seconds:6.1f} s  {escape(text)}{shown_code}")
 
 
 def print_summary(console: Console, summary: RunSummary) -> None:

@@ -291,7 +291,7 @@ class _Chain:
             if os.environ.get(DEBUG_VARIABLE) == "1":
                 traceback.print_exception(error)
         if cause is not None:
-            return {**event, "message": str(cause), "exit_code": cause.exit_code}
+            return {**event, "message": str(cause), "exit_code": cause.exit_code, "code": cause.code}
         message = (
             "ended without a word, so it was killed, most often because memory ran out. Try a smaller "
             f"--global-batch-size or --image-size; {directory / RUN_LOG} holds its output"

@@ -80,6 +80,13 @@ def test_a_bar_has_the_unit_too_and_a_phase_of_one_piece_no_count() -> None:
         assert "0/1" not in bar()
 
 
+def test_a_failed_step_is_shown_with_its_code(clock: Clock) -> None:
+    event = {"event": "failed", "step": "train", "time": time.time(), "message": "no [network] x"}
+    known, unknown = (" ".join(rendered({**event, **code}, clock=clock)) for code in ({"code": "no-network"}, {}))
+    assert known.endswith("s  no [network] x [no-network]")
+    assert unknown.endswith("s  no [network] x")
+
+
 def test_a_step_without_a_parent_prints_the_same(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
