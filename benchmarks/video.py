@@ -12,7 +12,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -34,7 +34,6 @@ from components.common.contracts.manifests import (
     Artifact,
     BundleManifest,
     DatasetManifest,
-    check_task,
     load,
 )
 from components.common.data.dali_pipelines import FrameBatches
@@ -136,26 +135,29 @@ def analyzed_by(
     return analyze(config, models, output, QuietLog("analyze"))
 
 
-Labels = list[dict[str, float]]  # of each frame the classes named, the likeliest first
+# Of each frame the classes named with their probabilities (of boxes scores, of masks shares), sorted.
+Answers = list[list[tuple[str, float]]]
+_NAMED = {"classification": ("labels", "probabilities"), "detection": ("classes", "scores")}
+_NAMED["segmentation"] = ("classes", "shares")
 
 
 def parity(
     models: Artifact[BundleManifest], dataset: Path, decoders: Sequence[Decoder], folder: Path
 ) -> dict[str, float]:
-    """Labels of a video's frames against those of the same frames, decoded on the CPU, as images."""
+    """Answers about a video's frames against those of the same frames, decoded on the CPU, as images."""
     side = max(_LEAST_SIDE, models.manifest.image_transform.resize_size + 1) // 2 * 2
     data, video = load(dataset, DatasetManifest), folder / "images.mp4"
     images = (np.asarray(ImageOps.fit(rgb(each), (side, side))) for each in validation_images(data))
     write_video(video, images, side, side, crf="8", g="30")
-    labels: dict[str, Labels] = {"images": list(_labels_of_images(models, video))}
+    answers: dict[str, Answers] = {"images": list(_answers_of_images(models, video))}
     for decoder in decoders:
-        analysis = analyzed_by(decoder, models, video, folder / f"images_{decoder}", top_k=5)
+        analysis = analyzed_by(decoder, models, video, folder / f"images_{decoder}", top_k=1)
         rows = map(json.loads, analysis.file("frames.jsonl").read_text().splitlines())
-        labels[decoder] = [dict(zip(row["labels"], row["probabilities"], strict=True)) for row in rows]
-    measures: dict[str, float] = {"video_images": len(labels["images"])}
+        answers[decoder] = [_named(models, row) for row in rows]
+    measures: dict[str, float] = {"video_images": len(answers["images"])}
     for name, first, second in (("cpu", "images", "cpu"), ("nvdec", "images", "cuda"), ("nvdec_cpu", "cpu", "cuda")):
-        if second in labels:
-            equal_pct, difference = _compared(labels[first], labels[second])
+        if second in answers:
+            equal_pct, difference = _compared(answers[first], answers[second])
             measures[f"video_labels_equal_{name}_pct"] = equal_pct
             measures[f"video_probability_difference_{name}"] = difference
     if "cuda" in decoders:
@@ -167,11 +169,17 @@ def parity(
     return measures
 
 
-def _compared(expected: Labels, actual: Labels) -> tuple[float, float]:
-    """Share of frames whose likeliest class is the same, and the largest difference of that class's probability."""
-    pairs = [(next(iter(one)), one, other) for one, other in zip(expected, actual, strict=True)]
-    equal = [name == next(iter(other)) for name, _, other in pairs]
-    return 100 * float(np.mean(equal)), max(abs(one[name] - other.get(name, 0.0)) for name, one, other in pairs)
+def _compared(expected: Answers, actual: Answers) -> tuple[float, float]:
+    """Share of frames with the same classes, as often, and in these the largest difference of a class's number."""
+    pairs = list(zip(expected, actual, strict=True))
+    equal = [(one, other) for one, other in pairs if [name for name, _ in one] == [name for name, _ in other]]
+    differences = [abs(a - b) for one, other in equal for (_, a), (_, b) in zip(one, other, strict=True)]
+    return 100 * len(equal) / len(pairs), max(differences, default=0.0)
+
+
+def _named(models: Artifact[BundleManifest], answer: Mapping[str, Any]) -> list[tuple[str, float]]:
+    names, numbers = (answer[key] for key in _NAMED[models.manifest.task])
+    return sorted(zip(names, numbers, strict=True))
 
 
 def _frames(video: Path, decoder: Decoder) -> Iterator[np.ndarray]:
@@ -183,18 +191,16 @@ def _frames(video: Path, decoder: Decoder) -> Iterator[np.ndarray]:
         opened.close()
 
 
-def _labels_of_images(models: Artifact[BundleManifest], video: Path) -> Iterator[dict[str, float]]:
+def _answers_of_images(models: Artifact[BundleManifest], video: Path) -> Iterator[list[tuple[str, float]]]:
     model, frames = BundleModel(models, "int8", "auto"), _frames(video, "cpu")
     while chunk := list(islice(frames, 256)):
-        table = model.predict(chunk, {"top_k": 5})
-        for names, shares in zip(table["labels"], table["probabilities"], strict=True):
-            yield dict(zip(names, shares, strict=True))
+        yield from (_named(models, row) for row in model.predict(chunk, {"top_k": 1}).to_dict("records"))
 
 
 @click.command()
 @click.option("--machine", required=True, help="Plain name of the machine.")
-@click.option("--bundle", required=True, type=click.Path(path_type=Path), help="Of a classifier.")
-@click.option("--dataset", type=click.Path(path_type=Path), help="Of preprocess: also label its validation images.")
+@click.option("--bundle", required=True, type=click.Path(path_type=Path), help="Of images.")
+@click.option("--dataset", type=click.Path(path_type=Path), help="Of preprocess: also look at its validation images.")
 @click.option("--name", default="video", show_default=True, help="Of the result.")
 @click.option("--streams", default=4, show_default=True)
 @click.option("--frames", default=300, show_default=True, help="Of each stream.")
@@ -211,7 +217,6 @@ def main(
     results: Path,
 ) -> None:
     models = load(bundle, BundleManifest)
-    check_task(f"the bundle {bundle}", models.manifest.task, "classification", "name one of a classifier")
     selected = select_runtime(models, "int8", "auto")
     assert selected.runner is not None
     decoders: list[Decoder] = ["cpu", "cuda"] if has_nvdec() else ["cpu"]

@@ -24,11 +24,12 @@ class AnnotatedVideo:
         self._stream: av.VideoStream | None = None
         self._last_pts = -1
 
-    def write(self, pixels: np.ndarray, time_s: float, text: str) -> None:
-        """Add a frame. [H, W, 3] uint8 RGB; one of another size than the first is scaled to it."""
+    def write(self, picture: Image.Image, time_s: float, text: str) -> None:
+        """Add a frame, RGB, with a line of text unless that is empty. Scaled, if of another size than the first."""
         if self._stream is None:
-            self._stream = self._begin(*pixels.shape[1::-1])
-        frame = av.VideoFrame.from_ndarray(_drawn(pixels, text), format="rgb24")
+            self._stream = self._begin(*picture.size)
+        titled = _titled(picture, text) if text else picture
+        frame = av.VideoFrame.from_ndarray(np.asarray(titled), format="rgb24")
         frame = frame.reformat(self._stream.width, self._stream.height, "yuv420p")
         self._last_pts = max(self._last_pts + 1, round(time_s * _CLOCK))
         frame.pts, frame.time_base = self._last_pts, Fraction(1, _CLOCK)
@@ -55,12 +56,12 @@ class AnnotatedVideo:
         return stream
 
 
-def _drawn(pixels: np.ndarray, text: str) -> np.ndarray:
-    """The frame with a line of text on a dark bar at its top."""
-    image = Image.fromarray(pixels)
+def _titled(picture: Image.Image, text: str) -> Image.Image:
+    """The picture with a line of text on a dark bar at its top."""
+    image = picture.copy()
     size = max(10, image.height // 24)
     font = ImageFont.load_default(size)
     draw = ImageDraw.Draw(image, "RGBA")
     draw.rectangle((0, 0, image.width, round(1.6 * size)), fill=(0, 0, 0, 160))
     draw.text((size // 2, size // 5), text, fill=(255, 255, 255, 255), font=font)
-    return np.asarray(image)
+    return image

@@ -11,7 +11,7 @@ from components.common.runtimes import RuntimeOption
 
 
 class AnalyzeConfig(StepConfig):
-    """Videos, what labels their frames, and what is written of them."""
+    """Videos, what looks at their frames, and what is written of them."""
 
     sources: tuple[str, ...] = Field(
         min_length=1,
@@ -37,12 +37,19 @@ class AnalyzeConfig(StepConfig):
         20.0, ge=0, le=10_000, description="Longest wait of a frame for others of its batch, in milliseconds."
     )
     every: int = Field(1, ge=1, description="Label each so-many-th frame of a stream.")
-    top_k: int = Field(3, ge=1, le=100, description="Classes written for each frame.")
+    top_k: int = Field(3, ge=1, le=100, description="Classes that a classifier's answer names.")
     hold_frames: int = Field(
-        5, ge=1, description="Labelled frames in a row with the same likeliest class, from which on it is held."
+        5,
+        ge=1,
+        description="Labelled frames in a row that show a class, from which on it is held; one of boxes or masks until "
+        "as many don't show it.",
     )
     min_probability: float = Field(
-        0.0, ge=0, le=1, description="Least probability of the likeliest class; below, a frame counts as none."
+        0.0,
+        ge=0,
+        le=1,
+        description="Least probability of the likeliest class, score of a box, or share of a mask, from which on a "
+        "frame shows a class; of boxes at least 0.3, of masks 0.01.",
     )
     stall_seconds: float = Field(
         5.0, gt=0, description="Time without a frame after which a live stream counts as stalled."
@@ -53,7 +60,7 @@ class AnalyzeConfig(StepConfig):
         description="How long a live source that was lost is tried again, every second; 0 for not at all.",
     )
     max_seconds: float = Field(0.0, ge=0, description="End after this time; 0 for the end of all streams, or Ctrl-C.")
-    annotate: bool = Field(False, description="Whether each stream is written with its labels, as an MP4 file.")
+    annotate: bool = Field(False, description="Whether each stream is written as an MP4 file with its answers.")
 
     @field_validator("sources")
     @classmethod

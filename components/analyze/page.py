@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from components.analyze.results import StreamResult
+from components.analyze.answers import FrameAnswers
+from components.analyze.results import NONE, StreamResult
 from components.common.contracts.records import StreamRecord
 from components.common.data.pages import data_uri, templates
 
 _MAX_COLOURS = 10  # classes with a colour of their own, the most frequent ones
+_OTHER = "#9aa3ae"
 _MAX_SHOWN = 100  # streams with a timeline; summary.json has all
 
 
@@ -23,7 +25,7 @@ def clock(seconds: float) -> str:
 
 
 def page(
-    summary: dict[str, Any], records: Sequence[StreamRecord], results: Sequence[StreamResult], classes: Sequence[str]
+    summary: dict[str, Any], records: Sequence[StreamRecord], results: Sequence[StreamResult], answers: FrameAnswers
 ) -> str:
     """Return the page, complete in itself.
 
@@ -31,15 +33,15 @@ def page(
         summary: as summary.json.
         records: of the streams.
         results: likewise, in the same order.
-        classes: names, by number.
+        answers: with the classes.
     """
-    totals = sum((result.counts for result in results), Counter[int]())
-    frequent = sorted((label for label in totals if label >= 0), key=lambda label: -totals[label])[:_MAX_COLOURS]
-    colour = {label: f"c{index}" for index, label in enumerate(frequent)}
-
-    def name(label: int) -> str:
-        return classes[label] if label >= 0 else "no class"
-
+    totals = sum((result.counts for result in results), Counter[str]())
+    frequent = [name for name, _ in totals.most_common() if name != NONE][:_MAX_COLOURS]
+    has_others = len({*totals} - {NONE}) > len(frequent)
+    num_labelled = sum(result.num_labelled for result in results)
+    colours = {name: answers.colour(name, rank) for rank, name in enumerate(frequent)}
+    # Classes that exclude each other share a row.
+    row = {name: 0 if answers.shows_one else index for index, name in enumerate(frequent)}
     streams = [
         {
             "record": record,
@@ -47,31 +49,29 @@ def page(
                 {
                     "start": begin,
                     "length": end - begin,
-                    "style": colour.get(label, "other" if label >= 0 else "none"),
-                    "title": f"{clock(begin)} to {clock(end)}: {name(label)}",
+                    "row": row.get(name, 0 if answers.shows_one else len(frequent)),
+                    "colour": colours.get(name, _OTHER),
+                    "title": f"{clock(begin)} to {clock(end)}: {name}",
                 }
-                for label, begin, end in result.timeline.segments()
-                if label is not None
+                for name, begin, end in result.timeline.segments()
+                if name != NONE
             ],
             "end_s": record.seconds,
             "thumbnails": [
-                {
-                    "source": data_uri(each.jpeg),
-                    "time": clock(each.time_s),
-                    "label": name(each.label),
-                    "pct": 100 * each.probability,
-                }
+                {"source": data_uri(each.jpeg), "time": clock(each.time_s), "caption": each.caption}
                 for each in result.thumbnails.kept
             ],
             "events": result.shown_events,
         }
         for record, result in list(zip(records, results, strict=True))[:_MAX_SHOWN]
     ]
+    legend = [(colours[name], name, 100 * totals[name] / num_labelled) for name in frequent]
     found = templates(Path(__file__).with_name("templates"), filters={"clock": clock})
     return found.get_template("analysis.html.j2").render(
         summary=summary,
         streams=streams,
         num_hidden=len(records) - len(streams),
-        legend=[(colour[label], classes[label], 100 * totals[label] / totals.total()) for label in frequent],
-        has_others=any(label >= 0 and label not in colour for label in totals),
+        legend=legend,
+        other_colour=_OTHER if has_others else "",
+        rows=[] if answers.shows_one else [*frequent, *["other classes"] * has_others],
     )

@@ -1,4 +1,4 @@
-"""analyze: videos and a bundle -> labels of their frames."""
+"""analyze: videos and a bundle -> what their frames show."""
 
 import json
 import os
@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
+from PIL import Image
 
 from components.analyze.annotation import AnnotatedVideo
+from components.analyze.answers import FrameAnswers
 from components.analyze.config import AnalyzeConfig
 from components.analyze.page import page
 from components.analyze.results import StreamResult
@@ -26,7 +28,6 @@ from components.common.contracts.manifests import (
     AnalysisManifest,
     Artifact,
     BundleManifest,
-    check_task,
     load,
     prepare_directory,
     seal,
@@ -34,16 +35,17 @@ from components.common.contracts.manifests import (
 )
 from components.common.contracts.records import StreamRecord
 from components.common.data.dali_pipelines import FrameBatches
-from components.common.data.evaluation import most_likely
 from components.common.process.steplog import StepLog
 from components.common.runtimes import runs_plans
 from components.common.runtimes.runner import Runner
 from components.common.runtimes.selection import select_runtime
+from components.common.tasks.answers import Answer
 
 _MOST_FRAMES = 32  # of a batch, unless it is set
 _AHEAD = 2  # batches that are transformed while one is labelled
 _FLUSH_S = 1.0
 _Batch = list[tuple[StreamState, VideoFrame]]
+_Answered = tuple[np.ndarray, list[Future[Answer]]]  # outputs of a batch, [B, ...] float32, and what they say
 
 
 def run(config: AnalyzeConfig, log: StepLog, *, bundle: Path, output: Path) -> str:
@@ -76,7 +78,11 @@ def analyze(
         UserError: a source can't be named so, or no video could be read.
         RuntimeUnavailable: nothing here runs the precision.
     """
-    check_task(f"the bundle {bundle.path}", bundle.manifest.task, "classification", "name one of a classifier")
+    if bundle.manifest.text is not None:
+        raise UserError(
+            f"the bundle {bundle.path} translates sentences, and frames are images; name one of images",
+            code="other-task",
+        )
     sources = find_videos(config.sources)
     selected = select_runtime(bundle, config.precision, config.runtime)
     if selected.runner is None:
@@ -89,7 +95,8 @@ def analyze(
     began = time.monotonic()
     with ExitStack() as stack:
         stack.callback(selected.runner.close)
-        writer = stack.enter_context(_Writer(config, bundle.manifest.classes, output, [s.name for s in sources]))
+        answers = FrameAnswers(bundle.manifest, config)
+        writer = stack.enter_context(_Writer(config, answers, output, [s.name for s in sources]))
         # In the order of exits: the readers stop, what they have read is labelled, the files are closed.
         streams = stack.enter_context(Streams(sources, config, num_cores(), writer.say))
         _label_all(streams, transform, selected.runner, batch_size, writer, log, config.max_seconds)
@@ -110,7 +117,7 @@ def analyze(
         "streams": [record.model_dump(mode="json") for record in records],
     }
     write_atomically(output / "summary.json", json.dumps(summary, indent=1).encode())
-    write_atomically(output / "index.html", page(summary, records, writer.results, bundle.manifest.classes).encode())
+    write_atomically(output / "index.html", page(summary, records, writer.results, answers).encode())
     return seal(
         output,
         AnalysisManifest,
@@ -152,14 +159,20 @@ def _label_all(
 ) -> None:
     """Take batches over all streams until they end. While the model runs, the next frames are transformed."""
     deadline = time.monotonic() + max_seconds if max_seconds else None
-    waiting: deque[tuple[_Batch, Future[np.ndarray]]] = deque()
+    waiting: deque[tuple[_Batch, Future[_Answered]]] = deque()
     done = 0
-    with ThreadPoolExecutor(1) as worker:
+    with ThreadPoolExecutor(num_cores()) as answering, ThreadPoolExecutor(1) as worker:
+
+        def infer(batch: _Batch, images: Any) -> _Answered:
+            outputs, answer = runner.infer(images), writer.answers.answer
+            sizes = [frame.pixels.shape[1::-1] for _, frame in batch]
+            return outputs, [answering.submit(answer, *each) for each in zip(outputs, sizes, strict=True)]
 
         def write_first() -> None:
             nonlocal done
-            batch, logits = waiting.popleft()
-            writer.write(batch, logits.result())
+            batch, answered = waiting.popleft()
+            outputs, answers = answered.result()
+            writer.write(batch, outputs, [answer.result() for answer in answers])
             done += len(batch)
             log.progress("labelling", done, max(done + 1, sum(s.num_decoded for s in streams.states)), unit="frames")
 
@@ -171,7 +184,7 @@ def _label_all(
                 if not batch:
                     break
                 images = transform.transform([frame.pixels for _, frame in batch])
-                waiting.append((batch, worker.submit(runner.infer, images)))
+                waiting.append((batch, worker.submit(infer, batch, images)))
                 # A full batch leaves others waiting, so that the next is transformed meanwhile; what comes slowly is
                 # answered at once.
                 while len(waiting) > (_AHEAD if len(batch) == batch_size else 0):
@@ -185,9 +198,9 @@ def _label_all(
 class _Writer:
     """Writes frames and events line by line, and keeps what the page needs. A context: in the end files are whole."""
 
-    def __init__(self, config: AnalyzeConfig, classes: tuple[str, ...], output: Path, names: Sequence[str]) -> None:
-        self.config, self.classes = config, classes
-        self.results = [StreamResult(config.hold_frames) for _ in names]
+    def __init__(self, config: AnalyzeConfig, answers: FrameAnswers, output: Path, names: Sequence[str]) -> None:
+        self.config, self.answers = config, answers
+        self.results = [StreamResult(config.hold_frames, shows_one=answers.shows_one) for _ in names]
         self._names, self._output = names, output
         self._lock = threading.Lock()  # of events, which readers write, too
         self._frames: TextIO = (output / "frames.jsonl").open("w", encoding="utf-8")
@@ -211,54 +224,41 @@ class _Writer:
         time_s, number = (state.time_s, state.num_decoded) if frame is None else (frame.time_s, frame.number)
         self._event(state.index, {"event": kind, "frame": number, "time_s": round(time_s, 3), **fields})
 
-    def write(self, batch: _Batch, logits: np.ndarray) -> None:
-        """Write the labels of a batch. `logits`: [B, classes] float32."""
+    def write(self, batch: _Batch, outputs: np.ndarray, answers: Sequence[Answer]) -> None:
+        """Write what a batch shows. `outputs`: [B, ...] float32."""
         now = time.monotonic()
-        for (state, frame), row in zip(batch, logits, strict=True):
-            self._write_one(state, frame, row, 1e3 * (now - frame.received_s))
+        for (state, frame), output, answer in zip(batch, outputs, answers, strict=True):
+            self._write_one(state, frame, output, answer, 1e3 * (now - frame.received_s))
         if now - self._flushed_s > _FLUSH_S:  # who follows the file sees it grow
             self._frames.flush()
             with self._lock:
                 self._events.flush()
             self._flushed_s = now
 
-    def _write_one(self, state: StreamState, frame: VideoFrame, logits: np.ndarray, latency_ms: float) -> None:
-        result, time_s = self.results[state.index], round(frame.time_s, 3)
-        labels, shares = (np.zeros(0, int), np.zeros(0))
-        if np.isfinite(logits).all():
-            labels, shares = most_likely(logits, self.config.top_k)
-        line: dict[str, Any] = {
-            "stream": self._names[state.index],
-            "frame": frame.number,
-            "time_s": time_s,
-            "labels": [self.classes[index] for index in labels],
-            "probabilities": [round(float(share), 6) for share in shares],
-        }
+    def _write_one(
+        self, state: StreamState, frame: VideoFrame, output: np.ndarray, answer: Answer, latency_ms: float
+    ) -> None:
+        result, answers, time_s = self.results[state.index], self.answers, round(frame.time_s, 3)
+        line = {"stream": self._names[state.index], "frame": frame.number, "time_s": time_s, **answers.line(answer)}
         if state.drops:
             line["latency_ms"] = round(latency_ms, 1)
             result.latencies.add(latency_ms)
         self._frames.write(json.dumps(line, ensure_ascii=False) + "\n")
-        share = float(shares[0]) if len(shares) else 0.0
-        label = int(labels[0]) if len(labels) and share >= self.config.min_probability else -1
-        is_first = not result.num_labelled
-        result.counts[label] += 1
-        result.timeline.add(label, frame.time_s)
-        result.last_s = frame.time_s
-        event = result.held.update(label, frame.number, frame.time_s)
+        shown, caption = answers.shown(answer), answers.caption(answer)
+        event = result.held.update(shown, frame.number, frame.time_s)
         if event is not None:
-            named: dict[str, Any] = {"frame": frame.number, "time_s": time_s, **event}
-            for key in ("label", "before"):
-                if key in event:
-                    named[key] = self.classes[event[key]]
-            for key in ("since_s", "before_s"):
-                if key in event:
-                    named[key] = round(event[key], 3)
-            self._event(state.index, {"event": "changed" if "before" in event else "held", **named})
-        if event is not None or is_first:
-            result.thumbnails.offer(frame.pixels, frame.time_s, label, share)
+            kind = "changed" if "before" in event else "held"
+            self._event(state.index, {"event": kind, "frame": frame.number, "time_s": time_s, **event})
+        if event is not None or not result.num_labelled:
+
+            def draw(small: Image.Image) -> Image.Image:
+                return answers.drawn(small, answers.answer(output, small.size))
+
+            result.thumbnails.offer(frame.pixels, frame.time_s, shown, caption, draw)
+        result.count(shown, frame.time_s)
         if self.config.annotate:
-            name = "no class" if label < 0 else f"{self.classes[label]} {100 * share:.1f} %"
-            self._video(state.index).write(frame.pixels, frame.time_s, name)
+            picture = answers.drawn(Image.fromarray(frame.pixels), answer)
+            self._video(state.index).write(picture, frame.time_s, caption if answers.shows_one else "")
 
     def _event(self, index: int, event: dict[str, Any]) -> None:
         with self._lock:
@@ -290,10 +290,7 @@ class _Writer:
             num_corrupt=state.num_corrupt,
             num_lost=state.num_lost,
             num_events=result.num_events,
-            shares_pct={
-                self.classes[label] if label >= 0 else "(none)": round(100 * count / total, 3)
-                for label, count in result.counts.most_common(10)
-            },
+            shares_pct={name: round(100 * count / total, 3) for name, count in result.counts.most_common(10)},
             latency_p50_ms=result.latencies.percentile_ms(50),
             latency_p99_ms=result.latencies.percentile_ms(99),
             problem=state.problem,

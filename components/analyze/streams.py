@@ -67,6 +67,7 @@ class Streams:
         num_readers = min(len(self._files), num_threads)
         self._threads = [threading.Thread(target=self._read_live, args=(state,), daemon=True) for state in self._lives]
         self._threads += [threading.Thread(target=self._read_files, daemon=True) for _ in range(num_readers)]
+        self._num_reading, self._num_full = len(self._threads), 0  # threads, and those that wait for room in a queue
 
     def __enter__(self) -> "Streams":
         for thread in self._threads:
@@ -86,7 +87,7 @@ class Streams:
             self._changed.notify_all()
 
     def take(self, max_frames: int) -> list[tuple[StreamState, VideoFrame]]:
-        """Wait for frames, and for more of them up to `max_wait_ms`. Empty once all streams have ended.
+        """Wait for frames, and for more that can come up to `max_wait_ms`. Empty once all streams have ended.
 
         The streams have turns, so that none waits for another; the frames of each come in order.
         """
@@ -97,7 +98,8 @@ class Streams:
                 if num_frames and deadline is None:
                     deadline = now + self.config.max_wait_ms / 1e3
                 is_over = self._stop.is_set() or not self._num_left
-                if is_over or num_frames >= max_frames or (deadline is not None and now >= deadline):
+                is_full = num_frames >= max_frames or (num_frames > 0 and self._num_full == self._num_reading)
+                if is_over or is_full or (deadline is not None and now >= deadline):
                     break
                 self._find_stalls(now)
                 self._changed.wait(_POLL_S if deadline is None else min(_POLL_S, deadline - now))
@@ -134,10 +136,13 @@ class Streams:
         if frame.number % self.config.every:
             return
         with self._changed:
-            while not state.drops and len(state.queue) >= self.config.queue_frames:
+            if not state.drops and len(state.queue) >= self.config.queue_frames:
+                self._num_full += 1
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._stop.is_set() or len(state.queue) < self.config.queue_frames)
+                self._num_full -= 1
                 if self._stop.is_set():
                     return
-                self._changed.wait(_POLL_S)
             if not state.queue:
                 self._waiting.append(state)
             elif len(state.queue) >= self.config.queue_frames:
@@ -159,7 +164,7 @@ class Streams:
             try:
                 state = self._files.popleft()
             except IndexError:
-                return
+                break
             problem = ""
             try:
                 self._read(state)
@@ -168,6 +173,12 @@ class Streams:
             except Exception as error:  # a library's, over a file that is not ours: the others are read all the same
                 problem = f"{state.source.name} can't be read: {type(error).__name__}"
             self._end(state, problem)
+        self._stop_reading()
+
+    def _stop_reading(self) -> None:
+        with self._changed:
+            self._num_reading -= 1
+            self._changed.notify_all()
 
     def _read_live(self, state: StreamState) -> None:
         """Read a live source, and try again while it does not answer. Numbers of frames continue."""
@@ -193,6 +204,7 @@ class Streams:
                 break
             self._stop.wait(_RETRY_S)
         self._end(state, problem)
+        self._stop_reading()
 
     def _read(self, state: StreamState) -> None:
         timeout_s = max(self.config.stall_seconds, 1.0)

@@ -186,17 +186,16 @@ class OpenVideo:
                     yield frame
 
     def frames(self) -> Iterator[VideoFrame]:
-        """As `decoded`, with numbers, times and pixels in RGB."""
-        first_s = None
+        """As `decoded`, with numbers, times that never go back, and pixels in RGB."""
+        first_s, last_s = None, 0.0
         for number, frame in enumerate(self.decoded()):
-            time_s = frame.time if frame.time is not None else number / self._rate
-            first_s = time_s if first_s is None else first_s
-            yield VideoFrame(
-                number=number,
-                time_s=max(0.0, time_s - first_s),
-                pixels=_upright(frame),
-                received_s=time.monotonic(),
-            )
+            if frame.time is None:  # a camera's first frame after a pause may have none
+                time_s = last_s + 1 / self._rate if number else 0.0
+            else:
+                first_s = frame.time - last_s if first_s is None else first_s
+                time_s = frame.time - first_s
+            last_s = max(last_s, time_s)
+            yield VideoFrame(number=number, time_s=last_s, pixels=_upright(frame), received_s=time.monotonic())
 
     def close(self) -> None:
         """Let go of file, connection and decoder."""

@@ -24,7 +24,7 @@ from enginery.local.state import StateDirectory
 )
 @click.option("--out", type=PATH, metavar="DIR", default=Path("video"), show_default=True, help="Empty or new folder.")
 @click.option("--precision", type=click.Choice(PRECISIONS), help="Of the model.  [default: what its verdict says]")
-@click.option("--annotate", is_flag=True, help="Write each stream with its labels, as an MP4 file.")
+@click.option("--annotate", is_flag=True, help="Write each stream with its labels, boxes or masks.")
 @click.option("--hold-frames", default=5, type=click.IntRange(1), show_default=True, help="Until a class is held.")
 @click.option("--every", default=1, type=click.IntRange(1), show_default=True, help="Label each so-many-th frame.")
 @click.option(
@@ -52,8 +52,9 @@ def video(
 ) -> None:
     """Label the frames of videos: files, folders, - for the standard input, and live addresses such as rtsp://.
 
-    DIR gets a page with timelines (index.html), a line per frame (frames.jsonl), events, and a summary. Ctrl-C ends it
-    with whole files. User and password of an address belong in ~/.netrc.
+    Frames get the classes, boxes or masks that MODEL finds. DIR gets a page with timelines (index.html), a line per
+    frame (frames.jsonl), events, and a summary. Ctrl-C ends it with whole files. User and password of an address
+    belong in ~/.netrc.
     """
     if not sources:
         raise UserError(
@@ -84,7 +85,7 @@ def video(
         chosen = config.model_copy(update={"precision": source.precision})
         analysis = analyze(chosen, source.bundle, out, StepLog("video"))
     console = new_console()
-    table = new_table("stream", ">frames", ">dropped", "likeliest classes", ">p99 ms")
+    table = new_table("stream", ">frames", ">dropped", "frames that show", ">p99 ms")
     for stream in analysis.manifest.streams:
         shares = ", ".join(f"{name} {pct:.1f} %" for name, pct in list(stream.shares_pct.items())[:3])
         frames, dropped = f"{stream.num_labelled:,}", f"{stream.num_dropped:,}"

@@ -830,7 +830,9 @@ class StreamRecord(Record):
     num_corrupt: int = Field(0, description="Packets and frames that the decoder refused.")
     num_lost: int = Field(0, description="Times that a live source broke off.")
     num_events: int = 0
-    shares_pct: dict[str, float] = Field({}, description="Share of the labelled frames by class, the ten largest.")
+    shares_pct: dict[str, float] = Field(
+        {}, description="Share of the labelled frames by class that they show, the ten largest."
+    )
     latency_p50_ms: float | None = Field(None, description="From the decoded frame to its label; None of files.")
     latency_p99_ms: float | None = None
     problem: str = Field("", description="Why it was not read to its end; empty where it was.")

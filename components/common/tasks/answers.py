@@ -53,12 +53,16 @@ class Answers:
 
     columns: dict[str, str]
     """Keys of an answer, and what each holds: "text", "texts", "integers", "numbers", or "lists" of numbers."""
+    scored: tuple[str, str]
+    """The keys of the classes' names, and of how sure or large each is; in falling order."""
     answer: Callable[[np.ndarray, Sequence[str], View], Answer]
     """From a model's output for one image, [...] float; the names of classes; and what the model saw."""
     drawn: Callable[[Image.Image, Answer], Image.Image]
     """The image, RGB, with the answer."""
     summary: Callable[[Answer], str]
     """The answer in a few words."""
+    colour_of: Callable[[int], int]
+    """From the number of a class to that of its colour in `palette`."""
 
 
 def answers_of(task: str) -> Answers:

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 _GAP = 2  # px between pictures
+_LEAST_TEXT = 10  # px
 
 
 def palette() -> np.ndarray:
@@ -23,6 +24,30 @@ def palette() -> np.ndarray:
 def coloured(mask: np.ndarray) -> Image.Image:
     """[H, W] uint8 classes -> an RGB picture."""
     return Image.fromarray(palette()[mask])
+
+
+def write_name(
+    draw: ImageDraw.ImageDraw, x: float, y: float, name: str, colour: Sequence[int], *, is_middle: bool = False
+) -> None:
+    """A name on a ground of its colour, of a size that suits the picture, and within it.
+
+    Args:
+        draw: of the picture.
+        x: left of the ground.
+        y: bottom of the ground.
+        name: of a class.
+        colour: RGB.
+        is_middle: `x` and `y` are its middle.
+    """
+    width, height = draw.im.size
+    font = ImageFont.load_default(max(_LEAST_TEXT, min(width, height) // 36))
+    _, _, right, bottom = draw.textbbox((0, 0), name, font)
+    right, bottom = right + 2, bottom + 2  # with a margin
+    x, y = (x - right / 2, y + bottom / 2) if is_middle else (x, y)
+    left, top = max(0, min(x, width - right)), max(0, min(y, height) - bottom)
+    draw.rectangle((left, top, left + right, top + bottom), fill=tuple(colour))
+    is_light = np.dot(colour, (0.299, 0.587, 0.114)) > 128  # brightness of ITU-R BT.601
+    draw.text((left + 1, top), name, fill="black" if is_light else "white", font=font)
 
 
 def beside(pictures: Sequence[Image.Image]) -> Image.Image:

@@ -10,6 +10,7 @@ import av
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 
 from components.analyze.config import AnalyzeConfig
@@ -17,7 +18,13 @@ from components.analyze.run import analyze
 from components.common.contracts.manifests import AnalysisManifest, Artifact, BundleManifest, load
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
+from components.export.config import ExportConfig
+from components.export.run import run as export
+from components.train.config import TrainConfig
+from components.train.training import train
+from tests.conftest import Shared
 from tests.unit.conftest import Proved
+from tests.unit.shapes import Chain
 
 SHOWN = (3, 7, 1, 8)
 PER_DIGIT = 12
@@ -50,14 +57,43 @@ def bundle(proved: Proved) -> Artifact[BundleManifest]:
     return load(proved.folder / "bundle", BundleManifest)
 
 
+@pytest.fixture(scope="session")
+def detector(detection_chain: Chain, shared: Shared) -> Artifact[BundleManifest]:
+    """Trained for seconds, and made surer, so that it finds something."""
+
+    def build(folder: Path) -> None:
+        same = {"architecture": "detection/fcos_small", "image_size": 64, "resize_ratio": 1.0}
+        settings = {**same, "epochs": 20, "optimizer": "adamw", "global_batch_size": 16, "learning_rate": 0.064}
+        settings |= {"num_processes": 1, "label_smoothing": 0.0}
+        config = resolve(TrainConfig, "train", settings)
+        train(config, StepLog("train"), dataset=detection_chain.dataset, output=folder / "checkpoint")
+        weights = load_file(folder / "checkpoint" / "weights.safetensors")
+        for name in (name for name in weights if name.endswith("logits.bias")):
+            weights[name] += 1.0
+        save_file(weights, folder / "surer.safetensors")
+        settings = {**same, "tensorrt": "off", "num_ranking_images": 0, "mixed_engines": 0}
+        settings |= {"num_calibration_images": 16}
+        source = {"model": folder / "surer.safetensors", "dataset": detection_chain.dataset}
+        export(resolve(ExportConfig, "export", settings), StepLog("export"), **source, output=folder / "bundle")
+
+    return load(shared("detector", build) / "bundle", BundleManifest)
+
+
+@pytest.fixture(scope="session")
+def segmenter(segmentation_chain: Chain) -> Artifact[BundleManifest]:
+    return load(segmentation_chain.bundle, BundleManifest)
+
+
 Analyze = Callable[..., Artifact[AnalysisManifest]]
 
 
 @pytest.fixture
 def run_analysis(bundle: Artifact[BundleManifest], tmp_path: Path) -> Analyze:
-    def run(*sources: Path | str, **settings: Any) -> Artifact[AnalysisManifest]:
+    def run(
+        *sources: Path | str, model: Artifact[BundleManifest] = bundle, **settings: Any
+    ) -> Artifact[AnalysisManifest]:
         config = resolve(AnalyzeConfig, "analyze", {"sources": [str(source) for source in sources], **settings})
-        return analyze(config, bundle, tmp_path / "analysis", StepLog("analyze"))
+        return analyze(config, model, tmp_path / "analysis", StepLog("analyze"))
 
     return run
 

@@ -1,5 +1,6 @@
 """Videos in, labels out: what frames are called, what hostile files can do, and how live streams are kept up with."""
 
+import base64
 import io
 import json
 import os
@@ -8,7 +9,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -16,17 +20,19 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from components.analyze.results import HeldLabel, Latencies, StreamResult, Thumbnails, Timeline
+from components.analyze.results import HeldClasses, Latencies, StreamResult, Thumbnails, Timeline
 from components.analyze.videos import has_nvdec
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import AnalysisManifest, Artifact, BundleManifest, load
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.dali_pipelines import FrameBatches, ImageBatches
+from components.common.tasks.answers import Answers, answers_of
 from components.promote.pyfunc import BundleModel
 from enginery.cli.video import video as video_command
 from tests.unit.analyze.conftest import PER_DIGIT, SHOWN, Analyze, digit_frames, lines, write_video
 from tests.unit.analyze.rtsp import RtspServer
 from tests.unit.refusals import refuses
+from tests.unit.shapes import Chain
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -53,6 +59,64 @@ def test_frames_get_the_labels_of_the_same_frames_as_images(
     assert stream.codec == {"libx264": "h264", "libx265": "hevc", "libvpx-vp9": "vp9", "libsvtav1": "av1"}[codec]
 
 
+@pytest.mark.parametrize("model", ["detector", "segmenter"])
+def test_boxes_and_masks_of_frames_are_those_of_the_same_frames_as_images(
+    run_analysis: Analyze, request: pytest.FixtureRequest, detection_chain: Chain, tmp_path: Path, model: str
+) -> None:
+    bundle: Artifact[BundleManifest] = request.getfixturevalue(model)
+    images = sorted((detection_chain.data / "val" / "images").iterdir())[:10]
+    frames = [np.asarray(Image.open(image).convert("RGB").resize((192, 144))) for image in images for _ in range(4)]
+    video = write_video(tmp_path / "shapes.mp4", frames, crf="12")
+    analysis = run_analysis(video, model=bundle, annotate=True, hold_frames=3)
+    with av.open(str(video)) as container:
+        stills = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    answers = BundleModel(bundle, "int8", "auto").predict(stills).to_dict("records")
+    found = lines(analysis, "frames.jsonl")
+    known = {"stream", "frame", "time_s"}
+    assert [{name: line[name] for name in line if name not in known} for line in found] == [
+        {name: answer[name] for name in answer if name != "mask"} for answer in answers
+    ]
+    scores, least = ("scores", 0.3) if model == "detector" else ("shares", 0.01)
+    shown = [
+        {name for name, score in zip(line["classes"], line[scores], strict=True) if score >= least} for line in found
+    ]
+    assert len({frozenset(classes) for classes in shown}) > 1
+    (stream,) = analysis.manifest.streams
+    assert stream.shares_pct == {
+        name: round(100 * sum((name in classes) or (name == "(none)" and not classes) for classes in shown) / 40, 3)
+        for name in stream.shares_pct
+    }
+    held = [line for line in lines(analysis, "events.jsonl") if line["event"] in ("held", "changed")]
+    assert len(held) > 1
+    for before, line in pairwise([{"classes": []}, *held]):
+        rows = shown[line["since_frame"] : line["frame"] + 1]
+        assert len(rows) == 3
+        assert {*line["classes"]} - {*before["classes"]} <= set.intersection(*rows)
+        assert not ({*before["classes"]} - {*line["classes"]}) & set.union(*rows)
+    assert_drawn(analysis, stills, answers, answers_of(bundle.manifest.task))
+
+
+def assert_drawn(
+    analysis: Artifact[AnalysisManifest], stills: list[np.ndarray], answers: list[dict[str, Any]], task: Answers
+) -> None:
+    """The annotated video shows the answers, and so do the page's thumbnails."""
+    with av.open(str(analysis.file("0000_shapes.mp4"))) as container:
+        pictures = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert len(pictures) == len(stills)
+    for picture, still, answer in zip(pictures, stills, answers, strict=True):
+        wanted = np.asarray(task.drawn(Image.fromarray(still), answer))
+        drawn = (wanted != still).any(axis=2)
+        drawn[:24] = False  # the bar with text
+        if drawn.any():
+            near, far = (np.abs(picture[drawn] - each[drawn].astype(int)).mean() for each in (wanted, still))
+            assert near < far
+    page = analysis.file("index.html").read_text()
+    thumbnail = Image.open(io.BytesIO(base64.b64decode(page.split("data:image/jpeg;base64,")[1].partition('"')[0])))
+    wanted = np.asarray(task.drawn(Image.fromarray(stills[0]), answers[0])).astype(int)
+    assert np.abs(wanted - np.asarray(thumbnail)).mean() < 8
+    assert f"0:00.0 {task.summary(answers[0])}" in page
+
+
 def test_events_page_and_annotated_video_of_a_folder(run_analysis: Analyze, tmp_path: Path) -> None:
     folder = tmp_path / "videos"
     (folder / "inside").mkdir(parents=True)
@@ -68,6 +132,7 @@ def test_events_page_and_annotated_video_of_a_folder(run_analysis: Analyze, tmp_
     assert [line["event"] for line in held] == ["held"] + ["changed"] * (len(held) - 1)
     for line in held:
         assert line["frame"] == line["since_frame"] + 3
+        assert len(line["classes"]) == 1
     page = analysis.file("index.html").read_text()
     assert page.count('class="timeline"') == 2
     assert "data:image/jpeg;base64," in page
@@ -208,26 +273,41 @@ def test_ctrl_c_ends_with_whole_files(bundle: Artifact[BundleManifest], tmp_path
 
 
 def test_a_class_is_held_once_it_was_likeliest_often_enough() -> None:
-    held = HeldLabel(3)
-    seen = [held.update(label, number, number / 10) for number, label in enumerate([1, 1, 2, 1, 1, 1, -1, 1, 2, 2, 2])]
-    events = {number: event for number, event in enumerate(seen) if event}
+    events = held_events(["a", "a", "b", "a", "a", "a", "", "", "", "a", "b", "b", "b"], shows_one=True)
     assert events == {
-        5: {"label": 1, "since_frame": 3, "since_s": 0.3},
-        10: {"label": 2, "since_frame": 8, "since_s": 0.8, "before": 1, "before_s": pytest.approx(0.5)},
+        5: {"classes": ("a",), "since_frame": 3, "since_s": 0.3},
+        12: {"classes": ("b",), "since_frame": 10, "since_s": 1.0, "before": ("a",), "before_s": 0.7},
     }
 
 
+def test_classes_that_a_frame_shows_together_are_held_each_until_they_are_missing() -> None:
+    events = held_events(["a", "ab", "ab", "b", "ab", "a", "b", "b", "b", "", "", "", "b"], shows_one=False)
+    assert events == {
+        2: {"classes": ("a",), "since_frame": 0, "since_s": 0.0},
+        3: {"classes": ("a", "b"), "since_frame": 1, "since_s": 0.1, "before": ("a",), "before_s": 0.1},
+        8: {"classes": ("b",), "since_frame": 6, "since_s": 0.6, "before": ("a", "b"), "before_s": 0.5},
+        11: {"classes": (), "since_frame": 9, "since_s": 0.9, "before": ("b",), "before_s": 0.3},
+    }
+
+
+def held_events(frames: Sequence[str], *, shows_one: bool) -> dict[int, dict[str, Any]]:
+    """By frame. Each letter of a frame is a class that it shows."""
+    held = HeldClasses(3, shows_one=shows_one)
+    seen = [held.update(shown, number, number / 10) for number, shown in enumerate(frames)]
+    return {number: event for number, event in enumerate(seen) if event}
+
+
 def test_what_is_kept_of_hours_stays_small_and_right() -> None:
-    timeline, thumbnails, result = Timeline(), Thumbnails(), StreamResult(1)
+    timeline, thumbnails, result = Timeline(), Thumbnails(), StreamResult(1, shows_one=True)
     pixels = np.zeros((48, 64, 3), np.uint8)
     for second in range(4 * 3600):
-        label = second // 3600
-        timeline.add(label, second)
-        thumbnails.offer(pixels, second, second % 5, 0.5)
+        timeline.add(["abcd"[second // 3600], *"x" * (second % 3 > 0)], second)
+        thumbnails.offer(pixels, second, [str(second % 5)], "", lambda image: image)
         result.keep_event({"event": "held"})
     segments = list(timeline.segments())
-    assert [label for label, _, _ in segments] == [0, 1, 2, 3]
-    assert [begin for _, begin, _ in segments] == pytest.approx([0, 3600, 7200, 10800], abs=timeline.bin_s)
+    assert sorted(name for name, _, _ in segments) == ["a", "b", "c", "d", "x"]
+    begins = {name: begin for name, begin, _ in segments}
+    assert begins == pytest.approx({"a": 0, "b": 3600, "c": 7200, "d": 10800, "x": 0}, abs=timeline.bin_s)
     assert 8 <= len(thumbnails.kept) <= 16
     assert thumbnails.kept[-1].time_s > 2 * 3600
     assert (len(result.shown_events), result.num_events) == (200, 4 * 3600)
@@ -294,3 +374,16 @@ def test_the_command_ends_with_2_where_a_video_could_not_be_read(
     assert (tmp_path / "out" / "index.html").is_file()
     with refuses("no-frames"):
         CliRunner().invoke(video_command, [*arguments[1:4], "--out", str(tmp_path / "none")], catch_exceptions=False)
+
+
+def test_nothing_is_waited_for_once_every_queue_is_full(run_analysis: Analyze, tmp_path: Path) -> None:
+    video, began = write_video(tmp_path / "a.mp4", digit_frames()), time.monotonic()
+    analysis = run_analysis(video, max_wait_ms=10_000, queue_frames=8)
+    assert analysis.manifest.streams[0].num_labelled == 6 * 8
+    assert time.monotonic() - began < 10  # of one wait
+
+
+def test_sentences_are_in_no_video(run_analysis: Analyze, translator: Chain, tmp_path: Path) -> None:
+    video = write_video(tmp_path / "a.mp4", digit_frames(per_digit=1))
+    with refuses("other-task"):
+        run_analysis(video, model=load(translator.bundle, BundleManifest))

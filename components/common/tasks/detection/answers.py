@@ -7,7 +7,7 @@ from PIL import Image, ImageDraw
 
 from components.common.tasks.answers import Answer, Answers, View
 from components.common.tasks.detection.boxes import detect
-from components.common.tasks.pictures import palette
+from components.common.tasks.pictures import palette, write_name
 
 MIN_SCORE = 0.3  # of objects that are named
 _MOST_NAMED = 4  # in a summary
@@ -27,13 +27,17 @@ def _answer(output: np.ndarray, classes: Sequence[str], view: View) -> Answer:
 
 def _drawn(image: Image.Image, answer: Answer) -> Image.Image:
     picture, colours = image.copy(), palette()
-    draw, width = ImageDraw.Draw(picture), max(1, round(min(image.size) / 200))
+    draw, width = ImageDraw.Draw(picture), max(2, round(min(image.size) / 160))
     named = zip(answer["classes"], answer["labels"], answer["scores"], answer["boxes"], strict=True)
-    for name, label, score, box in named:
-        colour = tuple(colours[label % 254 + 1].tolist())
+    for name, label, score, box in reversed(list(named)):  # the surest on top
+        colour = tuple(colours[_colour_of(label)].tolist())
         draw.rectangle(box, outline=colour, width=width)
-        draw.text((box[0] + width + 1, box[1] + width), f"{name} {score:.2f}", fill=colour)
+        write_name(draw, box[0], box[1], f"{name} {score:.2f}", colour)
     return picture
+
+
+def _colour_of(label: int) -> int:
+    return label % 254 + 1
 
 
 def _summary(answer: Answer) -> str:
@@ -44,7 +48,9 @@ def _summary(answer: Answer) -> str:
 
 ANSWERS = Answers(
     columns={"classes": "texts", "labels": "integers", "scores": "numbers", "boxes": "lists"},
+    scored=("classes", "scores"),
     answer=_answer,
     drawn=_drawn,
     summary=_summary,
+    colour_of=_colour_of,
 )

@@ -5,12 +5,13 @@ import io
 from collections.abc import Sequence
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from components.common.data.image_files import open_image
 from components.common.tasks.answers import Answer, Answers, View
-from components.common.tasks.pictures import coloured
+from components.common.tasks.pictures import coloured, palette, write_name
 
+MIN_AREA = 0.01  # of a mask, from which on a class counts as shown
 _MOST_NAMED = 4  # in a summary
 _OPACITY = 0.55
 _MAX_SIDE = 8192  # px
@@ -46,10 +47,19 @@ def mask_of(answer: Answer) -> np.ndarray:
 def _drawn(image: Image.Image, answer: Answer) -> Image.Image:
     within = np.clip(answer["region"], 0, [*image.size, *image.size])
     left, top, right, bottom = (round(each) for each in within.tolist())
-    mask = Image.fromarray(mask_of(answer)).resize((right - left, bottom - top), Image.Resampling.NEAREST)
-    layer = image.copy()
-    layer.paste(coloured(np.asarray(mask)), (left, top))
-    return Image.blend(image, layer, _OPACITY)
+    mask, layer = mask_of(answer), image.copy()
+    layer.paste(coloured(mask).resize((right - left, bottom - top), Image.Resampling.NEAREST), (left, top))
+    picture = Image.blend(image, layer, _OPACITY)
+    draw, colours = ImageDraw.Draw(picture), palette()
+    order = np.argsort(-np.bincount(mask.ravel()), kind="stable").tolist()  # of the classes in the answer
+    for index, name, share in zip(order, answer["classes"], answer["shares"], strict=False):
+        if share >= MIN_AREA:  # in the middle of its middle row
+            rows, columns = np.nonzero(mask == index)
+            row = rows[len(rows) // 2]
+            column = np.median(columns[rows == row])
+            x, y = left + column * (right - left) / mask.shape[1], top + row * (bottom - top) / mask.shape[0]
+            write_name(draw, x, y, name, colours[index].tolist(), is_middle=True)
+    return picture
 
 
 def _summary(answer: Answer) -> str:
@@ -59,7 +69,9 @@ def _summary(answer: Answer) -> str:
 
 ANSWERS = Answers(
     columns={"classes": "texts", "shares": "numbers", "mask": "text", "region": "numbers"},
+    scored=("classes", "shares"),
     answer=_answer,
     drawn=_drawn,
     summary=_summary,
+    colour_of=lambda label: label,
 )

@@ -1,0 +1,80 @@
+"""What a model says of a frame, by task: its line, the classes that it shows, and a picture."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+
+from components.analyze.config import AnalyzeConfig
+from components.common.contracts.manifests import BundleManifest
+from components.common.data.evaluation import most_likely
+from components.common.tasks.answers import Answer, Answers, View, answers_of
+from components.common.tasks.pictures import palette
+from components.common.tasks.segmentation.answers import MIN_AREA
+
+
+class FrameAnswers:
+    """The answers of a bundle's model. For several threads."""
+
+    def __init__(self, bundle: BundleManifest, config: AnalyzeConfig) -> None:
+        self.classes = bundle.classes
+        self.shows_one = bundle.task == "classification"  # class in a frame
+        self._task = _of_classes(config.top_k) if self.shows_one else answers_of(bundle.task)
+        self._least = max(config.min_probability, MIN_AREA if bundle.task == "segmentation" else 0.0)
+        self._transform = bundle.image_transform
+
+    def answer(self, output: np.ndarray, size: tuple[int, int]) -> Answer:
+        """The model's output of a frame of this width and height as an answer, without entries where it is no number.
+
+        Args:
+            output: of the network, [...] float32.
+            size: of the frame.
+        """
+        if not np.isfinite(output).all():
+            return {name: [] for name in self._task.columns}
+        return self._task.answer(output, self.classes, View.of(size, self._transform))
+
+    def line(self, answer: Answer) -> Answer:
+        """Return what stands in a frame's line: an answer without its mask."""
+        return {name: answer[name] for name, kind in self._task.columns.items() if kind != "text"}
+
+    def shown(self, answer: Answer) -> list[str]:
+        """Return the classes that a frame shows, the surest or largest first."""
+        names, scores = (answer[column] for column in self._task.scored)
+        pairs = list(zip(names, scores, strict=True))[: 1 if self.shows_one else None]
+        return list(dict.fromkeys(name for name, score in pairs if score >= self._least))
+
+    def caption(self, answer: Answer) -> str:
+        """Return the answer in a few words."""
+        return self._task.summary(answer) if not self.shows_one or self.shown(answer) else "no class"
+
+    def drawn(self, image: Image.Image, answer: Answer) -> Image.Image:
+        """Return a frame with its boxes or its mask."""
+        return self._task.drawn(image, answer) if answer[self._task.scored[0]] else image
+
+    def colour(self, name: str, rank: int) -> str:
+        """Return the colour in which a class is drawn, for CSS; where no picture shows it, one by its rank from 0."""
+        index = rank if self.shows_one else self.classes.index(name)
+        red, green, blue = palette()[self._task.colour_of(index)].tolist()
+        return f"#{red:02x}{green:02x}{blue:02x}"
+
+
+def _of_classes(top_k: int) -> Answers:
+    """A classifier's answers: its likeliest classes, which no picture shows."""
+
+    def answer(output: np.ndarray, classes: Sequence[str], _: View) -> Answer:
+        """output: [classes] float."""
+        labels, shares = most_likely(output, top_k)
+        return {
+            "labels": [classes[index] for index in labels],
+            "probabilities": [round(float(share), 6) for share in shares],
+        }
+
+    return Answers(
+        columns={"labels": "texts", "probabilities": "numbers"},
+        scored=("labels", "probabilities"),
+        answer=answer,
+        drawn=lambda image, _: image,
+        summary=lambda answer: f"{answer['labels'][0]} {100 * answer['probabilities'][0]:.1f} %",
+        colour_of=lambda index: index % 254 + 1,
+    )
