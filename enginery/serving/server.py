@@ -41,8 +41,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # A failed model's reason in Triton's log: an exception of its Python, without the frames, or words of Triton.
 _REASON = re.compile(r"""failed to load '[^']+' version \d+: [\w ]+: (.*?)(?:\\n\\nAt:|"$|$)""")
 # Other lines that say why it ended, the last two of the C++ runtime, and one that is in every log without a GPU.
-_ERRORS = ("E", "error", "terminate called", "  what():")
+_ERRORS = ("E", "error", "terminate called", "  what():", "[libprotobuf ERROR")
 _HARMLESS = "CudaDriverHelper"
+_CONSEQUENCE = "failed to load all models"  # the last line, which does not say why
+_PLACE = re.compile(r"^(E\d+ \S+ +\d+ \S+|\[libprotobuf ERROR \S+)\] ")  # in Triton's code, at a line's beginning
 # Of each thread, reserved and not used. Triton 2.51 puts the body of an HTTP request on the stack where it is said to
 # be a form, which is what curl says of any --data; with the usual 8 MiB a body of 7 ended the server.
 _STACK_BYTES = 1 << 30
@@ -274,6 +276,8 @@ class Server:
                 message = re.sub(r"^(EngineryError|UserError|RuntimeError|RuntimeUnavailable): ", "", found[1])
                 return " ".join(message.replace("\\n", " ").replace('\\"', '"').split())
         errors = [line for line in lines if line.startswith(_ERRORS) and _HARMLESS not in line]
+        if len(errors) > 1 and _CONSEQUENCE in errors[-1]:
+            return "; ".join(_PLACE.sub("", line).strip('"') for line in errors[:2])
         return (errors or lines or [f"it ended with {self.process.returncode}"])[-1]
 
     def ask_to_stop(self) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import time
@@ -197,6 +198,18 @@ def test_a_server_that_aborts_while_it_starts_is_started_again(triton, exported)
         assert (aborted.returncode, server.process.poll()) == (-signal.SIGABRT, None)
     finally:
         server.kill()
+
+
+def test_what_triton_says_of_models_that_it_refuses_is_shown(triton, exported, tmp_path: Path) -> None:
+    shutil.copytree(exported.path, tmp_path / "models")
+    for file in (tmp_path / "models").glob("*/config.pbtxt"):
+        file.write_text(file.read_text().replace("max_batch_size", "max_batch_sizes"))
+    ports = Ports(http=free_port(), grpc=free_port(), metrics=free_port())
+    server = Server.start(find_triton(), tmp_path / "models", ports)
+    with refuses("server-not-started") as caught:
+        server.wait_until_ready()
+    assert 'no field named "max_batch_sizes".; Poll failed for model directory' in str(caught.value)
+    assert "text_format.cc" not in str(caught.value)
 
 
 def abort(running: Running) -> None:
