@@ -182,7 +182,16 @@ def _not_empty(content: bytes) -> bytes:
 
 def _check_picture(picture: Path, num_images: int) -> None:
     """See that pictures can be written, before anything is asked."""
-    if num_images > 1 or picture.suffix.lower() != ".png":
+    is_file = num_images == 1 and picture.suffix.lower() == ".png"
+    if picture.suffix and not is_file and not picture.is_dir():
+        what = f"pictures of {num_images:,} images need a folder" if num_images > 1 else "pictures are PNG files"
+        raise UserError(
+            f"--picture {picture}: {what}; name FILE.png for one image, a folder without a dot in its name, or one "
+            "that exists",
+            code="no-output",
+            setting="--picture",
+        )
+    if not is_file:
         try:
             picture.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -93,6 +93,14 @@ def test_predict_writes_json_and_pictures(masks: Running, files: list[Path], tmp
     table = CliRunner().invoke(predict, [names[0], *url, "--picture", str(tmp_path / "one.png")])
     assert results[0]["classes"][0] in table.output
     assert Image.open(tmp_path / "one.png").size == (64, 64)
+    for images, name in ((names[:1], "p.txt"), (names[:1], "p.jpg"), (names[:2], "p.png")):
+        refused = CliRunner().invoke(predict, [*images, *url, "--picture", str(tmp_path / name)])
+        assert isinstance(refused.exception, UserError)
+        assert (refused.exception.code, refused.exception.setting) == ("no-output", "--picture")
+        assert not (tmp_path / name).exists()
+    (tmp_path / "v1.2").mkdir()
+    CliRunner().invoke(predict, [names[0], *url, "--picture", str(tmp_path / "v1.2")])
+    assert len(list((tmp_path / "v1.2").iterdir())) == 1
     refused = CliRunner().invoke(predict, [names[0], *url, "--top-k", "2"])
     assert isinstance(refused.exception, UserError)
     assert (refused.exception.code, refused.exception.setting) == ("other-task", "--top-k")
