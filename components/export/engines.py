@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -64,13 +64,31 @@ def onnx_file_for(precision: str) -> str:
     return (_STRONGLY_TYPED_FILES if _is_strongly_typed(load_tensorrt()) else _WEAKLY_TYPED_FILES)[precision]
 
 
+Sizes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # smallest, tuned for, largest
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Inputs and outputs of a network, and the sizes of its inputs that a plan takes: those of each profile."""
+
+    profiles: Sequence[Mapping[str, Sizes]]
+    outputs: Sequence[str]
+
+    @classmethod
+    def of_images(cls, shapes: ShapeSpec) -> "Tensors":
+        """Batches of images. One profile: execution contexts share it."""
+        batches = (shapes.min_batch, shapes.opt_batch, shapes.max_batch)
+        low, tuned, high = (shapes.input_shape(batch) for batch in batches)
+        return cls([{shapes.input_name: (low, tuned, high)}], [shapes.output_name])
+
+
 @dataclass(frozen=True)
 class _Order:
     """A plan to be built; see `build_engine`."""
 
     onnx_path: Path
     precision: Precision
-    shapes: ShapeSpec
+    tensors: Tensors
     cache_file: Path | None
     optimization_level: int
     workspace_bytes: int
@@ -83,7 +101,7 @@ def build_engine(
     plan_path: Path,
     *,
     precision: Precision,
-    shapes: ShapeSpec,
+    shapes: ShapeSpec | Tensors,
     timing_cache_path: Path | None = None,
     optimization_level: int = 3,
     workspace_bytes: int = 4 << 30,
@@ -96,7 +114,7 @@ def build_engine(
         onnx_path: The file that `onnx_file_for(precision)` names.
         plan_path: Where the plan goes; written in full or not at all.
         precision: "fp32" (with TF32 off unless `options` has it), "fp16" or "int8".
-        shapes: Names of the input and output, and the batches the plan has to take.
+        shapes: Names of inputs and outputs, and the batches or sizes the plan has to take.
         timing_cache_path: Directory of timing caches, one file per TensorRT version, GPU model, driver, precision and
             set of options, or None. A second build with the same cache takes a fraction of the time and chooses the
             same kernels.
@@ -128,8 +146,9 @@ def build_engine(
     if timing_cache_path is not None:
         cache_file = timing_cache_path / _timing_cache_name(trt, precision, options, read_onnx(onnx_path))
     bits = mantissa_bits if precision == "fp16" else FP16_MANTISSA_BITS
+    tensors = shapes if isinstance(shapes, Tensors) else Tensors.of_images(shapes)
     order = _Order(
-        onnx_path, precision, shapes, cache_file, optimization_level, workspace_bytes, frozenset(options), bits
+        onnx_path, precision, tensors, cache_file, optimization_level, workspace_bytes, frozenset(options), bits
     )
     started = time.perf_counter()
     plan, flags, kept_bits = _plan(trt, order)
@@ -203,13 +222,17 @@ def _try_to_build(trt: ModuleType, order: _Order, model: bytes) -> tuple[Any, tu
     builder = start(lambda: trt.Builder(tensorrt_logger()))
     network = builder.create_network(_network_flags(trt))
     _parse(trt, network, model, order.onnx_path)
-    _check_tensors(network, order.onnx_path, order.shapes)
+    _check_tensors(network, order.onnx_path, order.tensors)
     config = builder.create_builder_config()
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, order.workspace_bytes)
     config.builder_optimization_level = order.optimization_level
     _configure(trt, config)
     flags = _set_precision(trt, config, order.precision, order.options) + _set_options(trt, config, order.options)
-    config.add_optimization_profile(_profile(builder, order.shapes))
+    for sizes in order.tensors.profiles:
+        profile = builder.create_optimization_profile()
+        for name, limits in sizes.items():
+            profile.set_shape(name, *limits)
+        config.add_optimization_profile(profile)
     _load_timing_cache(config, order.cache_file)
     plan = builder.build_serialized_network(network, config)
     if plan is not None and any(_CACHE_REFUSED in error for error in tensorrt_logger().errors):
@@ -227,6 +250,15 @@ def _check_precision(precision: str) -> None:
             f"unknown precision {precision!r}; engines exist in {', '.join(_STRONGLY_TYPED_FILES)}",
             code="unknown-precision",
         )
+
+
+def is_strongly_typed() -> bool:
+    """True if the TensorRT here takes precisions from the ONNX file.
+
+    Raises:
+        RuntimeUnavailable: TensorRT can't be used here.
+    """
+    return _is_strongly_typed(load_tensorrt())
 
 
 def _is_strongly_typed(trt: ModuleType) -> bool:
@@ -256,13 +288,14 @@ def _parse(trt: ModuleType, network: Any, model: bytes, onnx_path: Path) -> None
     )
 
 
-def _check_tensors(network: Any, onnx_path: Path, shapes: ShapeSpec) -> None:
+def _check_tensors(network: Any, onnx_path: Path, tensors: Tensors) -> None:
     inputs = [network.get_input(index).name for index in range(network.num_inputs)]
     outputs = [network.get_output(index).name for index in range(network.num_outputs)]
-    if inputs != [shapes.input_name] or outputs != [shapes.output_name]:
+    expected = [*tensors.profiles[0]]
+    if inputs != expected or outputs != [*tensors.outputs]:
         raise UserError(
-            f"{onnx_path} has inputs {inputs} and outputs {outputs}, expected one input {shapes.input_name!r} and one "
-            f"output {shapes.output_name!r}: export it with these names, or name the model's own in its shapes",
+            f"{onnx_path} has inputs {inputs} and outputs {outputs}, expected inputs {expected} and outputs "
+            f"{[*tensors.outputs]}: export it with these names, or name the model's own in its shapes",
             code="wrong-tensors",
         )
 
@@ -274,14 +307,6 @@ def _configure(trt: ModuleType, config: Any) -> None:
     if hasattr(trt.PreviewFeature, "PROFILE_SHARING_0806"):
         # Else a second execution context on the same profile fails to enqueue on 8.6.
         config.set_preview_feature(trt.PreviewFeature.PROFILE_SHARING_0806, True)
-
-
-def _profile(builder: Any, shapes: ShapeSpec) -> Any:
-    """The batches that the engine takes. One profile: execution contexts share it."""
-    profile = builder.create_optimization_profile()
-    batches = (shapes.min_batch, shapes.opt_batch, shapes.max_batch)
-    profile.set_shape(shapes.input_name, *(shapes.input_shape(batch) for batch in batches))
-    return profile
 
 
 def _set_precision(trt: ModuleType, config: Any, precision: str, options: Collection[EngineOption]) -> tuple[str, ...]:

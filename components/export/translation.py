@@ -28,15 +28,20 @@ from components.common.contracts.manifests import (
     write_atomically,
 )
 from components.common.contracts.records import (
+    PRECISIONS,
     CalibrationEntry,
     CpuModel,
+    EngineEntry,
     LayerCost,
+    Precision,
     SelectionEntry,
     TrainingRecord,
     Trial,
 )
 from components.common.process.steplog import StepLog
+from components.common.runtimes import tensorrt
 from components.common.runtimes.architectures import build_model, load_weights
+from components.common.runtimes.onnx_files import read_onnx
 from components.common.tasks.translation.evaluation import Pairs, read_pairs
 from components.common.tasks.translation.predictions import TextPredictions
 from components.common.tasks.translation.runners import (
@@ -48,13 +53,26 @@ from components.common.tasks.translation.runners import (
     OpenVinoNetwork,
     Translator,
     batches_by_length,
+    open_plans,
 )
 from components.common.tasks.translation.search import Network, padded
 from components.common.tasks.translation.vocabulary import BOS, EOS, PAD, Vocabulary
 from components.export.calibration import RANGES, Histogram, compute_scale
-from components.export.config import ExportConfig
+from components.export.config import TIMING_CACHES, ExportConfig
+from components.export.engines import (
+    Sizes,
+    Tensors,
+    build_engine,
+    cache_folder,
+    check_options,
+    check_tensorrt,
+    describe_plans,
+    is_strongly_typed,
+    onnx_file_for,
+)
 from components.export.onnx_export import MAX_RELATIVE_ERROR, traced
 from components.export.placement import activation_tensors, has_unsigned_activations, quantizable_layers, with_names
+from components.export.precision import raise_opset, to_fp16
 from components.export.qdq import Arithmetic, insert_qdq
 
 _METHODS = tuple(name for name in RANGES if name != "smoothquant")
@@ -74,6 +92,7 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, data: Artifact[Datas
             "dataset that it was trained on",
             code="other-vocabulary",
         )
+    check_tensorrt(config)
     prepare_directory(output)
     write_atomically(output / text.vocabulary, data.file(text.vocabulary).read_bytes())
     vocabulary = Vocabulary.read(output / text.vocabulary)
@@ -88,16 +107,20 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, data: Artifact[Datas
         log=log,
         fp32=fp32,
         vocabulary=vocabulary,
-        translator=partial(Translator, vocabulary=vocabulary, text=text, file=output),
+        translator=partial(Translator, vocabulary=vocabulary, text=text, files=()),
         language=text.target_language,
+        plans=_PlanBuilder.of(config, log, network, text.max_tokens, _tokens(vocabulary, calibration)[0]),
     )
     entry, int8 = search.run(calibration, selection, [f"{number}" for number in range(len(calibration))])
     files = {"fp32": fp32, "int8": int8}
-    models = {}
+    if search.plans is not None:
+        files["fp16"] = _in_fp16(fp32)
+        if is_strongly_typed():  # there precisions are those of the file
+            files["int8_fp16"] = search.typed_int8(entry)
+    models: dict[str, str] = {}
     for precision, graphs in files.items():
-        for name, graph in zip((ENCODER.format(precision), precision), graphs, strict=True):
-            models[name] = f"{name}.onnx"
-            onnx.save(graph, output / models[name])
+        models |= {name: file.name for name, file in _saved(graphs, precision, output).items()}
+    engines, missing = search.plans.build_all(output) if search.plans else ((), _why_no_plans(config))
     layers = [layer for graph in fp32 for layer in quantizable_layers(graph)]
     bundle = seal(
         output,
@@ -110,8 +133,8 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, data: Artifact[Datas
         classes=(),
         models=models,
         cpu_models=(CpuModel(file=models["int8"], **asdict(search.arithmetic), saturates_on=()),),
-        engines=(),
-        engines_missing="translators are not compiled by TensorRT yet",
+        engines=engines,
+        engines_missing=missing,
         calibration=entry,
         num_quantized_layers=len(layers) - len(entry.excluded),
         num_quantizable_layers=len(layers),
@@ -129,8 +152,25 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, data: Artifact[Datas
     )
     return (
         f"ONNX of encoder and step in FP32 and INT8 ({bundle.manifest.num_quantized_layers} of {len(layers)} layers "
-        f"quantized, {entry.method} over {entry.num_images} sentences)"
+        f"quantized, {entry.method} over {entry.num_images} sentences), {describe_plans(engines)}"
     )
+
+
+def _why_no_plans(config: ExportConfig) -> str:
+    return "export.tensorrt is off" if config.tensorrt == "off" else str(tensorrt.why_unavailable())
+
+
+def _saved(graphs: Graphs, precision: str, folder: Path) -> dict[str, Path]:
+    """Files of encoder and step by their names in a bundle."""
+    files = {name: folder / f"{name}.onnx" for name in (ENCODER.format(precision), precision)}
+    for graph, file in zip(graphs, files.values(), strict=True):
+        onnx.save(graph, file)
+    return files
+
+
+def _in_fp16(graphs: Graphs) -> Graphs:
+    encoder, step = (raise_opset(to_fp16(graph)) for graph in graphs)
+    return encoder, step
 
 
 def _split(config: ExportConfig, data: Artifact[DatasetManifest]) -> tuple[Pairs, Pairs]:
@@ -170,6 +210,16 @@ def _examples(network: nn.Module, batch: int, length: int) -> tuple[dict[str, to
     return first, {"tokens": tokens, "position": position, **first, "logits": logits, "next_state": state}
 
 
+def _axes(network: nn.Module) -> dict[str, list[str | int]]:
+    """Shapes of the inputs of encoder and step by name, with "batch", "source" and "target" for axes that change."""
+    (_, small), (_, large) = _examples(network, 2, 5), _examples(network, 3, 7)
+    names = {(2, 3): "batch", (5, 7): "source", (6, 8): "target"}  # a state holds one token more than it was told
+    return {
+        name: [names.get(pair, pair[0]) for pair in zip(value.shape, large[name].shape, strict=True)]
+        for name, value in small.items()
+    }
+
+
 def _graphs(network: nn.Module) -> Graphs:
     """Encoder and step in FP32; batch, length of the source and tokens so far are dynamic."""
     network.eval()
@@ -189,10 +239,94 @@ def _graphs(network: nn.Module) -> Graphs:
     return graphs[0], graphs[1]
 
 
+@dataclass(kw_only=True)
+class _PlanBuilder:
+    """Builds plans of encoder and step, for sentences one by one and for batches."""
+
+    config: ExportConfig
+    log: StepLog
+    shapes: Mapping[str, Sequence[str | int]]  # of each tensor; an axis that changes by its name
+    sizes: Sequence[Mapping[str, tuple[int, int, int]]]  # of those axes in each profile: smallest, tuned for, largest
+
+    @classmethod
+    def of(
+        cls, config: ExportConfig, log: StepLog, network: nn.Module, max_tokens: int, sentences: Sequence[list[int]]
+    ) -> "_PlanBuilder | None":
+        """None where no plans are wanted, or can't be built here. Kernels are tuned for the median of `sentences`."""
+        if config.tensorrt == "off" or tensorrt.why_unavailable():
+            return None
+        check_options(config.engine_options)
+        usual = int(np.median([len(tokens) for tokens in sentences]))
+        lengths = dict.fromkeys(("source", "target"), (1, usual, max_tokens))
+        many = min(config.opt_batch, config.max_batch)
+        sizes = [{"batch": (1, 1, 1), **lengths}, {"batch": (1, many, config.max_batch), **lengths}]
+        return cls(config=config, log=log, shapes=_axes(network), sizes=sizes)
+
+    def build(
+        self, graphs: Sequence[onnx.ModelProto], files: Sequence[Path], precision: Precision
+    ) -> list[EngineEntry]:
+        """Plans beside the ONNX files of encoder and step, the step's first.
+
+        Raises:
+            EngineryError: one can't be built.
+        """
+        cache = cache_folder(self.config)
+        return [
+            build_engine(
+                file,
+                file.with_suffix(".plan").with_stem(name.format(precision)),
+                precision=precision,
+                shapes=self._tensors(graph),
+                timing_cache_path=cache / TIMING_CACHES if cache else None,
+                optimization_level=self.config.optimization_level,
+                workspace_bytes=self.config.workspace_bytes,
+                options=self.config.engine_options,
+            )
+            for graph, file, name in reversed(list(zip(graphs, files, (ENCODER, "{}"), strict=True)))
+        ]
+
+    def build_all(self, output: Path) -> tuple[tuple[EngineEntry, ...], str]:
+        """The plans of all precisions beside their ONNX files, and why some are missing.
+
+        Raises:
+            EngineryError: one can't be built, and `export.tensorrt` is "on".
+        """
+        entries: list[EngineEntry] = []
+        for number, precision in enumerate(PRECISIONS):
+            self.log.progress("building engines", number, len(PRECISIONS), precision)
+            stem = onnx_file_for(precision).removesuffix(".onnx")
+            files = [output / f"{name.format(stem)}.onnx" for name in (ENCODER, "{}")]
+            try:
+                entries += self.build([read_onnx(file) for file in files], files, precision)
+            except EngineryError as error:
+                if self.config.tensorrt == "on":
+                    raise
+                self.log.warning(f"no {precision} engines: {error}")
+                for plan in output.glob("*.plan"):
+                    if plan.name not in {entry.file for entry in entries}:
+                        plan.unlink()
+                return tuple(entries), str(error)
+        self.log.progress("building engines", len(PRECISIONS), len(PRECISIONS))
+        return tuple(entries), ""
+
+    def _tensors(self, graph: onnx.ModelProto) -> Tensors:
+        inputs = [value.name for value in graph.graph.input]
+        profiles = [{name: self._limits(name, sizes) for name in inputs} for sizes in self.sizes]
+        return Tensors(profiles, [value.name for value in graph.graph.output])
+
+    def _limits(self, name: str, sizes: Mapping[str, tuple[int, int, int]]) -> Sizes:
+        low, usual, high = (
+            tuple(sizes[axis][which] if isinstance(axis, str) else axis for axis in self.shapes[name])
+            for which in range(3)
+        )
+        return low, usual, high
+
+
 @dataclass
 class OnnxNetwork:
     """Encoder and step in ONNX Runtime; counts what goes through tensors that are asked for."""
 
+    runtime, device = "onnxruntime", "CPU"
     graphs: Graphs
     histograms: tuple[dict[str, Histogram], dict[str, Histogram]] = field(default_factory=lambda: ({}, {}))
 
@@ -289,11 +423,13 @@ class _Search:
     vocabulary: Vocabulary
     translator: partial[Translator]
     language: str
+    plans: _PlanBuilder | None = None  # None: OpenVINO
+    scales: Mapping[str, float] = field(default_factory=dict)  # that were chosen, by tensor
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """Arithmetic of seven bits, so that sums saturate on no CPU."""
-        unsigned = any(map(has_unsigned_activations, self.fp32))
+        """Arithmetic of seven bits, so that sums saturate on no CPU; TensorRT takes signed activations alone."""
+        unsigned = self.plans is None and any(map(has_unsigned_activations, self.fp32))
         return Arithmetic(weight_bits=7, activations="unsigned" if unsigned else "signed")
 
     def run(self, calibration: Pairs, selection: Pairs, ids: Sequence[str]) -> tuple[CalibrationEntry, Graphs]:
@@ -319,8 +455,9 @@ class _Search:
             images_digest=digest,
             ids=tuple(ids),
         )
+        self.scales = scales[methods[0]]
         if not selection:
-            return entry, self._int8(scales[methods[0]], ())
+            return entry, self._int8(self.scales, ())
         began = time.perf_counter()
         fp32 = self._predictions(self.fp32, selection)
         trials = [self._trial(method, scales[method], (), fp32, selection) for method in methods]
@@ -335,7 +472,7 @@ class _Search:
                     break
             best = max(trials, key=lambda trial: (trial.within_budget, trial.score_pct))
         chosen = SelectionEntry(
-            runtime="openvino",
+            runtime="openvino" if self.plans is None else "tensorrt",
             num_images=len(selection),
             fp32_score_pct=fp32.score_pct,
             max_drop_points=self.config.gate.max_drop_points,
@@ -347,7 +484,12 @@ class _Search:
             seconds=time.perf_counter() - began,
         )
         entry = entry.model_copy(update={"method": best.method, "excluded": best.excluded, "selection": chosen})
-        return entry, self._int8(scales[best.method], best.excluded)
+        self.scales = scales[best.method]
+        return entry, self._int8(self.scales, best.excluded)
+
+    def typed_int8(self, entry: CalibrationEntry) -> Graphs:
+        """INT8 where a layer is, FP16 elsewhere: for networks whose file says the precisions."""
+        return self._int8(self.scales, entry.excluded, _in_fp16(self.fp32))
 
     def _histograms(self, sources: list[list[int]], targets: list[list[int]]) -> tuple[dict[str, Histogram], ...]:
         encoder, step = ({name: Histogram(name) for name in activation_tensors(graph)} for graph in self.fp32)
@@ -357,8 +499,8 @@ class _Search:
             self.log.progress("calibrating", done, total, unit="steps")
         return encoder, step
 
-    def _int8(self, scales: Mapping[str, float], excluded: Sequence[str]) -> Graphs:
-        encoder, step = (self._one_int8(graph, scales, excluded) for graph in self.fp32)
+    def _int8(self, scales: Mapping[str, float], excluded: Sequence[str], graphs: Graphs | None = None) -> Graphs:
+        encoder, step = (self._one_int8(graph, scales, excluded) for graph in graphs or self.fp32)
         return encoder, step
 
     def _one_int8(
@@ -371,8 +513,7 @@ class _Search:
         return insert_qdq(graph, scales, exclude=own, arithmetic=self.arithmetic)
 
     def _predictions(self, graphs: Graphs, pairs: Pairs) -> TextPredictions:
-        with TemporaryDirectory() as folder:
-            translator = self.translator(network=_compiled(graphs, Path(folder)))
+        translator = self.translator(network=self._compiled(graphs))
         found = translator.translate([pair[0] for pair in pairs])
         return TextPredictions.of_texts(found, [pair[1] for pair in pairs], self.language)
 
@@ -409,8 +550,8 @@ class _Search:
         every = [name for own in layers for name in own]
 
         def logits(graphs: Graphs) -> np.ndarray:
-            with TemporaryDirectory() as folder:
-                network = _compiled(graphs, Path(folder))
+            # A plan of each would take too long.
+            network = self._compiled(graphs) if self.plans is None else OnnxNetwork(graphs)
             return np.concatenate(list(teacher_forced(network, sources, targets)))
 
         reference = torch.from_numpy(logits(self.fp32)).log_softmax(1)
@@ -422,9 +563,12 @@ class _Search:
             costs.append(LayerCost(name=name, operator=operators[name], cost_nats=max(0.0, divergence.item())))
         return sorted(costs, key=lambda cost: -cost.cost_nats)
 
-
-def _compiled(graphs: Graphs, folder: Path) -> OpenVinoNetwork:
-    files = [folder / "encoder.onnx", folder / "step.onnx"]
-    for graph, file in zip(graphs, files, strict=True):
-        onnx.save(graph, file)
-    return OpenVinoNetwork(*files)
+    def _compiled(self, graphs: Graphs) -> Network:
+        with TemporaryDirectory() as folder:
+            precision: Precision = "fp32" if graphs is self.fp32 else "int8"
+            files = list(_saved(graphs, precision, Path(folder)).values())
+            if self.plans is None:
+                return OpenVinoNetwork(*files)
+            self.plans.build(graphs, files, precision)
+            max_tokens = self.plans.sizes[0]["source"][2]
+            return open_plans([file.with_suffix(".plan") for file in files], (), max_tokens)

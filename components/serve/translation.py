@@ -28,7 +28,7 @@ class TritonPythonModel:
         step = repository.file(fit_model(record.cpu_models).file if record.cpu_models else record.cpu_model)
         network = OpenVinoNetwork(step.with_stem(ENCODER.format(step.stem)), step)
         vocabulary = Vocabulary.read(repository.file(record.text_spec.vocabulary))
-        self._translator = Translator(network, vocabulary, record.text_spec, step)
+        self._translator = Translator(network, vocabulary, record.text_spec, [step])
         self._translator.translate(["a"])
         self._pending = PendingRequests([args["model_name"]], args["model_config"])
 

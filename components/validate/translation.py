@@ -27,7 +27,7 @@ from components.common.runtimes import RUNTIMES
 from components.common.runtimes.runner import BenchmarkOptions, Timing, time_calls
 from components.common.tasks.translation.evaluation import read_pairs, translate_all
 from components.common.tasks.translation.predictions import TextPredictions
-from components.common.tasks.translation.runners import ENCODER, Translator, open_translator
+from components.common.tasks.translation.runners import Translator, open_translator
 from components.common.tasks.translation.scores import signatures
 from components.common.tasks.translation.vocabulary import Vocabulary
 from components.validate.config import ValidateConfig
@@ -68,7 +68,7 @@ def measure(
         notes: dict[Precision, str] = {}
         for precision in PRECISIONS:
             try:
-                translators[precision] = open_translator(models, precision)
+                translators[precision] = open_translator(models, precision, config.runtime)
                 stack.callback(translators[precision].close)
             except RuntimeUnavailable as error:
                 notes[precision] = str(error)
@@ -125,8 +125,8 @@ def _row(
         runtime=translator.runtime,
         device=translator.device,
         instruction_set=instruction_set() if RUNTIMES[translator.runtime].depends_on_instruction_set else "",
-        file=translator.file.name,
-        size_bytes=sum(bundle.files[bundle.models[name]].size_bytes for name in (ENCODER.format(precision), precision)),
+        file=translator.files[-1].name,
+        size_bytes=sum(bundle.files[file.name].size_bytes for file in translator.files),
         num_images=own.num_images,
         score_pct=own.score_pct,
         score_low_pct=own.score_low_pct,

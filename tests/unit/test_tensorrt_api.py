@@ -18,6 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [
+    ROOT / "components/common/runtimes/dynamic_plan.py",
     ROOT / "components/common/runtimes/tensorrt.py",
     ROOT / "components/export/engines.py",
     ROOT / "components/export/inspection.py",

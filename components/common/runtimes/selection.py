@@ -30,7 +30,7 @@ def select_runtimes(bundle: Artifact[BundleManifest], option: RuntimeOption) -> 
     Raises:
         RuntimeUnavailable: `option` names a runtime of plans, and the bundle has none that run here.
     """
-    runtime, unused = _choose(bundle, option)
+    runtime, unused = choose_runtime(bundle, option)
     selections = []
     for precision in PRECISIONS:
         reason = ""
@@ -70,7 +70,7 @@ def select_runtime(
             INT8 file of the bundle is fit for this CPU.
         UserError: the bundle has no model of this precision.
     """
-    runtime, unused = _choose(bundle, option)
+    runtime, unused = choose_runtime(bundle, option)
     if runtime.runs_plans and not _has_plan(bundle, precision):
         if option == runtime.name:
             raise RuntimeUnavailable(
@@ -91,8 +91,12 @@ def select_runtime(
     return _open(runtime, bundle, precision, unused, f"{note}: the {precision.upper()} file runs in FP32")
 
 
-def _choose(bundle: Artifact[BundleManifest], option: RuntimeOption) -> tuple[Runtime, str]:
-    """The runtime that an option leads to, and why the bundle's plans are not run although there are some."""
+def choose_runtime(bundle: Artifact[BundleManifest], option: RuntimeOption) -> tuple[Runtime, str]:
+    """The runtime that an option leads to, and why the bundle's plans are not run although there are some.
+
+    Raises:
+        RuntimeUnavailable: `option` names a runtime that does not run the bundle here.
+    """
     if option != "auto":
         if reason := _why_not(RUNTIMES[option], bundle):
             raise RuntimeUnavailable(f"the runtime {option} was asked for, but {reason}", code="plans-unusable")

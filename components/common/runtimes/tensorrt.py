@@ -242,7 +242,7 @@ def profile_layers(
 
     runtime, engine = load_engine(plan_path, entry)
     names = (shapes.input_name, shapes.output_name)
-    dtypes = [_torch_dtype(trt, engine.get_tensor_dtype(name)) for name in names]
+    dtypes = [torch_dtype(trt, engine.get_tensor_dtype(name)) for name in names]
     images = torch.randn(shapes.input_shape(batch_size), device="cuda").to(dtypes[0])
     context, stream, profiler = engine.create_execution_context(), _new_stream(images.device), Profiler()
     outputs = torch.empty(_output_shape(context, shapes, batch_size), dtype=dtypes[1], device="cuda")
@@ -292,7 +292,7 @@ class TensorRTRunner:
             self._runtime, self._engine = load_engine(plan_path, entry)
         _check_engine(self._engine, plan_path, shapes)
         names = (shapes.input_name, shapes.output_name)
-        self._dtypes = [_torch_dtype(trt, self._engine.get_tensor_dtype(name)) for name in names]
+        self._dtypes = [torch_dtype(trt, self._engine.get_tensor_dtype(name)) for name in names]
         self._streams: list[_InferenceStream] = []
         self._not_captured: set[int] = set()  # batches that made no CUDA graph: tried and reported once
         self._open_streams(1)
@@ -597,6 +597,6 @@ def _check_engine(engine: Any, plan_path: Path, shapes: ShapeSpec) -> None:
         )
 
 
-def _torch_dtype(trt: ModuleType, dtype: Any) -> torch.dtype:
+def torch_dtype(trt: ModuleType, dtype: Any) -> torch.dtype:
     """An engine's inputs and outputs are FP32 in every bundle of ours; a user's own typed model may have FP16 ones."""
     return torch.from_numpy(np.empty(0, trt.nptype(dtype))).dtype

@@ -1,4 +1,4 @@
-"""Translators of sentences: encoder and step of a bundle in OpenVINO, in batches of similar length."""
+"""Translators of sentences: encoder and step of a bundle in OpenVINO or TensorRT, in batches of similar length."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,8 +8,10 @@ import numpy as np
 from components.common.contracts.environment import cpu_name, num_cores
 from components.common.contracts.errors import RuntimeUnavailable, UserError
 from components.common.contracts.manifests import Artifact, BundleManifest
-from components.common.contracts.records import Precision
+from components.common.contracts.records import EngineEntry, Precision
 from components.common.contracts.transforms import TextSpec
+from components.common.runtimes import RuntimeOption
+from components.common.runtimes.selection import choose_runtime
 from components.common.tasks.translation.search import Network, padded, search
 from components.common.tasks.translation.vocabulary import Vocabulary
 
@@ -23,7 +25,10 @@ MAX_PIECE = 16  # characters that a token of SentencePiece stands for at most
 class OpenVinoNetwork:
     """Encoder and step, each an ONNX file compiled for the CPU."""
 
+    runtime = "openvino"
+
     def __init__(self, encoder: Path, step: Path) -> None:
+        self.device = f"{cpu_name()}, {num_cores()} cores"
         from openvino import properties as props
 
         from components.common.runtimes.openvino import compile_file
@@ -51,13 +56,11 @@ class OpenVinoNetwork:
 
 
 class Translator:
-    """Translates by one network."""
+    """Translates by one network, whose encoder and step are in `files`."""
 
-    runtime = "openvino"
-
-    def __init__(self, network: Network, vocabulary: Vocabulary, text: TextSpec, file: Path) -> None:
-        self._network, self._vocabulary, self._text, self.file = network, vocabulary, text, file
-        self.device = f"{cpu_name()}, {num_cores()} cores"
+    def __init__(self, network: Network, vocabulary: Vocabulary, text: TextSpec, files: Sequence[Path]) -> None:
+        self._network, self._vocabulary, self._text, self.files = network, vocabulary, text, files
+        self.runtime, self.device = network.runtime, network.device
 
     def tokens(self, sentences: Sequence[str]) -> list[list[int]]:
         """Ids of each sentence with its end.
@@ -119,15 +122,42 @@ def batches_by_length(sentences: Sequence[Sequence[int]], batch_size: int) -> It
         yield order[start : start + batch_size]
 
 
-def open_translator(bundle: Artifact[BundleManifest], precision: Precision) -> Translator:
-    """Open the translator of a precision for this machine.
+def open_translator(
+    bundle: Artifact[BundleManifest], precision: Precision, option: RuntimeOption = "auto"
+) -> Translator:
+    """Open the translator of a precision for this machine: its plans where they run here, else OpenVINO on its files.
 
     Raises:
-        RuntimeUnavailable: nothing here does.
+        RuntimeUnavailable: nothing here does, or not the runtime that `option` names.
     """
     models, text = bundle.manifest.models, bundle.manifest.text_spec
-    if precision not in models:
+    runtime, _ = choose_runtime(bundle, option)
+    names = ENCODER.format(precision), precision
+    network: Network
+    if runtime.runs_plans:
+        files = [bundle.path / f"{name}.plan" for name in names]
+        network = open_plans(files, bundle.manifest.engines, text.max_tokens)
+    elif precision not in models or precision == "fp16":
         raise RuntimeUnavailable(f"no file of {precision.upper()} for CPUs", code="no-such-precision")
-    network = OpenVinoNetwork(bundle.file(models[ENCODER.format(precision)]), bundle.file(models[precision]))
-    vocabulary = Vocabulary.read(bundle.file(text.vocabulary))
-    return Translator(network, vocabulary, text, bundle.file(models[precision]))
+    else:
+        files = [bundle.file(models[name]) for name in names]
+        network = OpenVinoNetwork(*files)
+    return Translator(network, Vocabulary.read(bundle.file(text.vocabulary)), text, files)
+
+
+def open_plans(files: Sequence[Path], entries: Sequence[EngineEntry], max_tokens: int) -> Network:
+    """Encoder and step as plans, which `entries` tell of; those just built have none.
+
+    Raises:
+        RuntimeUnavailable: TensorRT can't be used here, or there is no such plan.
+    """
+    import torch
+
+    from components.common.runtimes.dynamic_plan import DynamicPlan
+    from components.common.tasks.translation.gpu import GpuNetwork
+
+    known = {entry.file: entry for entry in entries}
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise RuntimeUnavailable(f"the bundle has no {' and no '.join(missing)}", code="engine-missing")
+    encoder, step = (DynamicPlan(file, known.get(file.name)) for file in files)
+    return GpuNetwork(encoder, step, max_tokens=max_tokens, device=torch.device("cuda", torch.cuda.current_device()))

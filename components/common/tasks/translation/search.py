@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -12,15 +12,16 @@ _LENGTH_PENALTY = 0.6  # Wu et al., 2016
 
 
 class Network(Protocol):
-    """Runs encoder and step of a network; see networks.py for what they exchange."""
+    """Runs encoder and step of a network; see networks.py for what they exchange, arrays or tensors of a GPU."""
 
-    def encode(self, source: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    runtime: str
+    device: str
+
+    def encode(self, source: np.ndarray) -> tuple[Any, ...]:
         """[B, S] int64 -> memory, mask, state."""
         ...
 
-    def step(
-        self, tokens: np.ndarray, position: int, memory: np.ndarray, mask: np.ndarray, state: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def step(self, tokens: np.ndarray, position: int, memory: Any, mask: Any, state: Any) -> tuple[np.ndarray, Any]:
         """Tokens [B] int64 -> logits [B, V] float32, state."""
         ...
 
@@ -47,10 +48,13 @@ def search(network: Network, source: np.ndarray, *, beam_size: int, max_tokens: 
     Returns:
         Ids of each without BOS, EOS and PAD.
     """
+    greedy = getattr(network, "greedy", None)  # of a network that does not come back to the host for each token
+    if beam_size == 1 and greedy is not None:
+        return _without_ends(greedy(source))
     num_sentences = len(source)
     memory, mask, state = network.encode(source)
-    memory, state = (np.repeat(each, beam_size, axis=1) for each in (memory, state))
-    mask = np.repeat(mask, beam_size, axis=0)
+    order = np.arange(num_sentences).repeat(beam_size)
+    memory, mask, state = memory[:, order], mask[order], state[:, order]
     rows = np.arange(num_sentences)[:, None] * beam_size  # [B, 1], of each sentence's first beam
     tokens = np.full(num_sentences * beam_size, BOS, np.int64)
     found = np.zeros((num_sentences * beam_size, 0), np.int64)
@@ -70,7 +74,11 @@ def search(network: Network, source: np.ndarray, *, beam_size: int, max_tokens: 
         if (found == EOS).any(axis=1).all():
             break
     best = (rows[:, 0] + (scores / _penalty(lengths)).argmax(axis=1)) if beam_size > 1 else rows[:, 0]
-    return [list(map(int, takewhile(lambda token: token != EOS, row))) for row in found[best]]
+    return _without_ends(found[best])
+
+
+def _without_ends(tokens: np.ndarray) -> list[list[int]]:
+    return [list(map(int, takewhile(lambda token: token != EOS, row))) for row in tokens]
 
 
 def _penalty(lengths: np.ndarray) -> np.ndarray:

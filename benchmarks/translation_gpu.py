@@ -1,0 +1,206 @@
+"""A Transformer of base size on one GPU: trained on phrases, exported, validated, and its plans beside PyTorch.
+
+    enginery data phrases DIR --num-pairs 200000
+    python -m benchmarks.translation_gpu --data DIR --work WORK --machine h200
+
+Every step is the command that users run. PyTorch translates with the same weights in FP16: eager, with a state that
+grows; and by torch.compile with CUDA graphs and a state of the largest size. Nothing else may use the GPU.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.networks import run_step
+from benchmarks.results import RESULTS, current_commit, write_result
+from components.common.contracts.manifests import (
+    MANIFEST,
+    BundleManifest,
+    CheckpointManifest,
+    DatasetManifest,
+    ReportManifest,
+    load,
+)
+from components.common.runtimes.architectures import build_model, load_weights
+from components.common.tasks.translation.evaluation import read_pairs
+from components.common.tasks.translation.networks import MAX_POSITIONS, Transformer
+from components.common.tasks.translation.runners import batches_by_length, open_translator
+from components.common.tasks.translation.search import padded
+from components.common.tasks.translation.vocabulary import BOS, EOS, PAD
+
+_TURNS = 5
+_NUM_SENTENCES = {1: 64, 32: 1024}
+_LENGTHS = 8  # sources of PyTorch are padded to multiples, as those of plans
+Greedy = Callable[[torch.Tensor], torch.Tensor]
+
+
+def eager(network: Transformer, max_tokens: int) -> Greedy:
+    """Translate [B, S] to [B, T], token by token."""
+
+    def translate(source: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.float16):
+            memory, mask, state = (each.half() for each in network.encode(source))
+        tokens = torch.full((len(source),), BOS, device="cuda")
+        ended, found = torch.zeros_like(tokens, dtype=torch.bool), []
+        for position in range(max_tokens):
+            place = torch.full((1,), position, device="cuda")
+            logits, state = network.step(tokens, place, memory, mask, state)
+            tokens = torch.where(ended, PAD, logits.argmax(1))
+            ended |= tokens == EOS
+            found.append(tokens)
+            if position % 4 == 3 and bool(ended.all()):
+                break
+        return torch.stack(found, 1)
+
+    return translate
+
+
+def compiled(network: Transformer, max_tokens: int) -> Greedy:
+    """The same by torch.compile with CUDA graphs: the state has its largest size, and each step writes one place."""
+
+    def attend(attention: Any, x: torch.Tensor, read: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        queries = attention.query(x).reshape(len(x), 1, attention.num_heads, -1).transpose(1, 2)
+        scores = queries @ read[0].transpose(2, 3) / math.sqrt(queries.shape[3]) + mask
+        return attention.output((scores.softmax(dim=3) @ read[1]).transpose(1, 2).flatten(2))
+
+    def step(
+        tokens: torch.Tensor, place: torch.Tensor, memory: torch.Tensor, mask: torch.Tensor, state: torch.Tensor
+    ) -> torch.Tensor:
+        x = network.embedding(tokens[:, None]) * network.scale + network.positions.index_select(0, place)
+        later = torch.arange(max_tokens + 1, device="cuda") > place + 1
+        own_mask = later.to(x.dtype) * -1e4
+        for index, layer in enumerate(network.decoder):
+            own = slice(2 * index, 2 * index + 2)
+            normed = layer.norms[0](x)
+            state[own].index_copy_(3, place + 1, layer.own.read(normed))
+            x = x + attend(layer.own, normed, state[own], own_mask)
+            x = x + attend(layer.source, layer.norms[1](x), memory[own], mask[:, None, None])
+            x = x + layer.feed_forward(layer.norms[2](x))
+        return torch.nn.functional.linear(network.norms[1](x[:, 0]), network.embedding.weight).argmax(1)
+
+    fast = torch.compile(step, mode="reduce-overhead", dynamic=False)
+    encode = torch.compile(network.encode, mode="reduce-overhead", dynamic=False)
+    places = [torch.full((1,), position, device="cuda") for position in range(max_tokens)]
+    states: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}  # addresses stay, as graphs want it
+
+    def translate(source: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.float16):
+            encoded = encode(source)
+        key = tuple(source.shape)
+        if key not in states:
+            memory, mask = encoded[0].half().clone(), encoded[1].half().clone()
+            states[key] = memory, mask, memory.new_zeros(*memory.shape[:3], max_tokens + 1, memory.shape[4])
+        memory, mask, state = states[key]
+        memory.copy_(encoded[0])
+        mask.copy_(encoded[1])
+        state.zero_()
+        tokens = torch.full((len(source),), BOS, device="cuda")
+        ended, found = torch.zeros_like(tokens, dtype=torch.bool), []
+        for position in range(max_tokens):
+            tokens = torch.where(ended, PAD, fast(tokens, places[position], memory, mask, state))
+            ended |= tokens == EOS
+            found.append(tokens)
+            if position % 4 == 3 and bool(ended.all()):
+                break
+        return torch.stack(found, 1)
+
+    return translate
+
+
+def _num_tokens(rows: np.ndarray) -> int:
+    """Tokens with the ends of sentences, without what pads."""
+    return int((rows != PAD).sum())
+
+
+@click.command()
+@click.option("--data", required=True, type=click.Path(exists=True, path_type=Path), help="From enginery data phrases.")
+@click.option("--work", required=True, type=click.Path(path_type=Path), help="Directory of what is made.")
+@click.option("--machine", required=True, help="Plain name of the machine.")
+@click.option("--architecture", default="translation/transformer_base", show_default=True)
+@click.option("--epochs", default=3, show_default=True, help="Of the training.")
+@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+def main(data: Path, work: Path, machine: str, architecture: str, epochs: int, results: Path) -> None:
+    work.mkdir(parents=True, exist_ok=True)
+    dataset, checkpoint, bundle, report = (work / name for name in ("dataset", "checkpoint", "bundle", "report"))
+    seconds = {}
+    if not (dataset / MANIFEST).exists():
+        seconds["preprocess"] = run_step("preprocess", None, dataset, "--data", str(data), "--task", "translation")
+    training = ("--architecture", architecture, "--epochs", str(epochs), "--optimizer", "adamw")
+    training += ("--learning-rate", "0.0005", "--global-batch-size", "256", "--warmup-fraction", "0.2")
+    if not (checkpoint / MANIFEST).exists():
+        seconds["train"] = run_step("train", dataset, checkpoint, *training)
+    plans = ("--tensorrt", "on", "--optimization-level", "2", "--num-selection-images", "500")
+    seconds["export"] = run_step("export", dataset, bundle, "--model", str(checkpoint), *plans)
+    speeds = ("--benchmark-batch-sizes", "[1, 32]", "--benchmark-seconds", "2")
+    seconds["validate"] = run_step("validate", dataset, report, "--bundle", str(bundle), *speeds)
+
+    models, text = load(bundle, BundleManifest), load(bundle, BundleManifest).manifest.text_spec
+    accuracy = load(report, ReportManifest).manifest.accuracy
+    sentences = [source for source, _ in read_pairs(load(dataset, DatasetManifest), "val")]
+    translators = {precision: open_translator(models, precision) for precision in ("fp32", "fp16", "int8")}
+    record = load(checkpoint, CheckpointManifest)
+    network = build_model(record.manifest.architecture, text.num_tokens)
+    load_weights(network, load_file(record.file("weights.safetensors")), str(checkpoint))
+    assert isinstance(network, Transformer)
+    assert text.max_tokens <= MAX_POSITIONS
+    network = network.half().cuda().eval()
+    peers = {"eager": eager(network, text.max_tokens), "compiled": compiled(network, text.max_tokens)}
+    measures = {f"score_pct_{row.precision}": row.score_pct for row in accuracy.rows}
+    runs: list[dict[str, Any]] = [{"commit": current_commit(), "seconds": seconds}]
+    with torch.inference_mode():
+        for batch, number in _NUM_SENTENCES.items():
+            ids = translators["fp16"].tokens(sentences[:number])
+            sources = [padded([ids[place] for place in places]) for places in batches_by_length(ids, batch)]
+            ways: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+                f"tensorrt_{name}": translator._network.greedy for name, translator in translators.items()
+            }
+            ways |= {f"torch_{name}": _on_gpu(translate) for name, translate in peers.items()}
+            rates: dict[str, list[float]] = {name: [] for name in ways}
+            for turn in range(_TURNS + 3):  # three to compile and to capture
+                for name, translate in ways.items():
+                    torch.cuda.synchronize()
+                    began = time.perf_counter()
+                    tokens = sum(_num_tokens(translate(source)) for source in sources)
+                    if turn >= 3:
+                        rates[name].append(tokens / (time.perf_counter() - began))
+            medians = {name: statistics.median(own) for name, own in rates.items()}
+            measures |= {f"tokens_per_s_{name}_b{batch}": value for name, value in medians.items()}
+            for peer in ("eager", "compiled"):
+                for precision in ("fp16", "int8"):
+                    ratio = medians[f"tensorrt_{precision}"] / medians[f"torch_{peer}"]
+                    measures[f"{precision}_over_{peer}_b{batch}"] = ratio
+            runs.append({"batch": batch, "tokens_per_s": rates})
+            print({name: round(value) for name, value in medians.items()}, flush=True)
+    write_result(
+        machine,
+        f"translation_{architecture.partition('/')[2]}",
+        measures=measures,
+        runs=runs,
+        notes="Greedy search, tokens of translations with their ends per second, medians of turns of all ways over the "
+        f"same sentences ({_NUM_SENTENCES[1]} one by one, {_NUM_SENTENCES[32]} by 32, those of similar length "
+        "together), source to tokens on the host. PyTorch in FP16: eager with a growing state; compiled is "
+        "torch.compile with CUDA graphs and a state of the largest size.",
+        directory=results,
+    )
+
+
+def _on_gpu(translate: Greedy) -> Callable[[np.ndarray], np.ndarray]:
+    def run(source: np.ndarray) -> np.ndarray:
+        length = -(-source.shape[1] // _LENGTHS) * _LENGTHS
+        filled = np.full((len(source), length), PAD)
+        filled[:, : source.shape[1]] = source
+        return translate(torch.from_numpy(filled).cuda()).cpu().numpy()
+
+    return run
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Translators as plans translate as their ONNX files do, by graphs, too. Fails, never skips, without TensorRT."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from components.common.contracts.settings import resolve
+from components.common.process.steplog import StepLog
+from components.common.runtimes.architectures import build_model
+from components.common.runtimes.tensorrt import why_unavailable
+from components.common.tasks.translation.runners import ENCODER, open_plans
+from components.common.tasks.translation.search import padded, search
+from components.common.tasks.translation.vocabulary import EOS
+from components.export.config import ExportConfig
+from components.export.translation import OnnxNetwork, _graphs, _PlanBuilder, teacher_forced
+from tests.unit.refusals import refuses
+
+NUM_TOKENS, MAX_TOKENS = 300, 24
+SOURCES = [[5, 6, 7, 8, 9, 10, 11, 12, 13, EOS], [5, EOS], [7, 7, 7, EOS]]
+TARGETS = [[9, 8, EOS], [4, 5, 6, 7, EOS], [EOS]]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("architecture", ["transformer_small", "lstm_small"])
+def test_plans_translate_as_their_files(architecture: str, precision: str, tmp_path: Path) -> None:
+    assert why_unavailable() is None
+    torch.manual_seed(0)
+    network = build_model(f"translation/{architecture}", NUM_TOKENS)
+    graphs = _graphs(network)
+    config = resolve(ExportConfig, "export", {"max_batch": 8, "opt_batch": 4, "optimization_level": 1})
+    builder = _PlanBuilder.of(config, StepLog("export"), network, MAX_TOKENS, SOURCES)
+    assert builder is not None
+    files = [tmp_path / f"{name.format(precision)}.onnx" for name in (ENCODER, "{}")]
+    for graph, file in zip(graphs, files, strict=True):
+        onnx.save(graph, file)
+    entries = builder.build(graphs, files, precision)
+    plans = open_plans([file.with_suffix(".plan") for file in files], entries, MAX_TOKENS)
+    expected = np.concatenate(list(teacher_forced(OnnxNetwork(graphs), SOURCES, TARGETS)))
+    logits = np.concatenate(list(teacher_forced(plans, SOURCES, TARGETS)))
+    tolerance = {"fp32": 1e-3, "fp16": 2e-2}[precision]
+    np.testing.assert_allclose(logits, expected, atol=tolerance * np.abs(expected).max())
+    for beam_size in (1, 2):
+        runs = [
+            [search(plans, padded(own), beam_size=beam_size, max_tokens=MAX_TOKENS) for own in (SOURCES, SOURCES[1:])]
+            for _ in range(4)  # as they come, captured, and twice replayed
+        ]
+        assert all(run == runs[0] for run in runs)
+        if precision == "fp32":
+            assert runs[0][0] == search(
+                OnnxNetwork(graphs), padded(SOURCES), beam_size=beam_size, max_tokens=MAX_TOKENS
+            )
+    with refuses("wrong-batches"):
+        search(plans, padded(SOURCES * 3), beam_size=1, max_tokens=MAX_TOKENS)
