@@ -6,7 +6,7 @@ from pydantic import Field
 
 from components.common.contracts.foreign import MAX_PIXELS
 from components.common.contracts.settings import SPEED_ONLY, StepConfig
-from components.common.tasks import TaskName
+from components.common.tasks import TASKS, TaskName
 
 
 class PreprocessConfig(StepConfig):
@@ -14,8 +14,7 @@ class PreprocessConfig(StepConfig):
 
     data: str = Field(
         min_length=1,
-        description="Labelled images: a folder with one sub-folder per class or with train/ and val/, a tar or zip of "
-        "it, WebDataset tars, or a CSV or Parquet table; a path or a URI such as s3://BUCKET/FOLDER.",
+        description=TASKS["classification"].data,
     )
     task: TaskName = Field(
         "classification",

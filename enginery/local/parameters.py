@@ -174,6 +174,8 @@ def options_of(file: PipelineFile) -> list[click.Option]:
 
 def _description(file: PipelineFile, name: str) -> str:
     """The meaning of a plain input: ours, or that of the config field that it sets."""
+    if name == "data" and file.owners(name):
+        return TASKS[file.task].data
     field = file.field(name)
     return _DESCRIPTIONS.get(name) or (field.description if field else None) or "Input of the pipeline."
 

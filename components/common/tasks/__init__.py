@@ -27,6 +27,7 @@ class TaskSpec:
         score_name: Of its score for people.
         label_member: The member of a sample in the shards that holds its label; empty for text.
         module: With what needs torch, in this package; empty for one called as the task.
+        data: What it trains on, for help.
         predictions: The class of what is kept of outputs, "module:Class".
         training_score: Of what training validates by, where that is not the score.
         of_text: Whether samples are pairs of sentences, and not images with labels.
@@ -40,6 +41,7 @@ class TaskSpec:
     name: TaskName
     score_name: str
     label_member: str
+    data: str
     predictions: str
     usual_num_classes: int
     purpose: str
@@ -63,6 +65,8 @@ TASKS: dict[TaskName, TaskSpec] = {
             name="classification",
             score_name="top-1",
             label_member="cls",
+            data="Labelled images: a folder with one sub-folder per class or with train/ and val/, a tar or zip of it, "
+            "WebDataset tars, or a CSV or Parquet table; a path or a URI such as s3://BUCKET/FOLDER.",
             predictions="components.common.data.evaluation:ClassPredictions",
             usual_num_classes=1000,  # ImageNet
             purpose="Sorting images into {number} classes: {names}. Images that show none of the classes get one of "
@@ -75,6 +79,8 @@ TASKS: dict[TaskName, TaskSpec] = {
             name="detection",
             score_name="mAP",
             label_member="boxes",
+            data="Images with boxes: a folder, or a tar or zip of it, with annotations in COCO JSON, Pascal VOC XML or "
+            "YOLO text files, in train/ and val/ or together; a path or a URI such as s3://BUCKET/FOLDER.",
             module="detection.task",
             predictions="components.common.tasks.detection.predictions:BoxPredictions",
             usual_num_classes=80,  # COCO
@@ -86,6 +92,9 @@ TASKS: dict[TaskName, TaskSpec] = {
             name="segmentation",
             score_name="mIoU",
             label_member="mask",
+            data="Images with masks: a folder, or a tar or zip of it, with images/, PNG files of the same names in "
+            "masks/ and classes.txt, or with COCO JSON of polygons or run lengths, in train/ and val/ or together; a "
+            "path or a URI such as s3://BUCKET/FOLDER.",
             module="segmentation.task",
             predictions="components.common.tasks.segmentation.predictions:MaskPredictions",
             usual_num_classes=21,  # PASCAL VOC
@@ -98,6 +107,8 @@ TASKS: dict[TaskName, TaskSpec] = {
             name="translation",
             score_name="BLEU",
             label_member="",
+            data="Pairs of sentences: a file (.tsv or .tmx, each also with .gz), or a folder with such files or with "
+            "Moses' pairs (NAME.en and NAME.de); a path or a URI such as s3://BUCKET/FOLDER.",
             module="translation.task",
             predictions="components.common.tasks.translation.predictions:TextPredictions",
             usual_num_classes=0,

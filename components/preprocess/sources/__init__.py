@@ -119,9 +119,10 @@ def check_data_folder(data: str, task: TaskName = "classification") -> None:
     if TASKS[task].of_text:
         suffixes, wanted, example = parallel_text.SUFFIXES, parallel_text.WANTED, "phrases"
     else:
-        suffixes, example = tuple(suffix for kind in KINDS for suffix in kind.suffixes), "digits"
-        wanted = "name a folder with one sub-folder of images per class, an archive of it or a table "
-        wanted += f"({', '.join(suffixes)})"
+        suffixes = tuple(suffix for kind in KINDS for suffix in kind.suffixes)
+        classes = "name a folder with one sub-folder of images per class, an archive of it or a table "
+        classes += f"({', '.join(suffixes)})"
+        wanted, example = (_WANTED[task], "shapes") if task in _WANTED else (classes, "digits")
     is_file = file_name(data).endswith(suffixes)
     if is_uri(data):
         check_uri(data, "data")
@@ -205,7 +206,7 @@ def find_samples(
         UserError: it can't be read, or holds no labelled images that can be split.
         EngineryError: `scratch` is too small.
     """
-    check_data_folder(data)
+    check_data_folder(data, task)
     names = read_class_names(Path(class_names_file)) if class_names_file else None
     kind = kind_of(data)
     if kind.is_table and task != "classification":
