@@ -140,7 +140,7 @@ def _drawn_mask(sample: Sample, size: tuple[int, int]) -> _Mask:
     for (name, *_, label, _), outline in zip(found.get("rows", ()), outlines, strict=True):
         try:
             pixels = outline_of(outline, size)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             refused.append((name, f"no outline: {str(error)[:_MAX_REASON]}", False))
             continue
         paint(mask, label, pixels)

@@ -10,6 +10,7 @@ import numpy as np
 from components.common.tasks.segmentation import VOID
 
 _MAX_BITS = 40  # of a run length
+_MAX_CORNER = 1e9  # px
 _MAX_CROSSINGS = 1 << 25  # of a polygon's edges with rows of pixels
 
 
@@ -22,7 +23,7 @@ def outline_of(packed: bytes, size: tuple[int, int]) -> np.ndarray:
     """Pixels of an object, [H, W] bool, of an image of this width and height.
 
     Raises:
-        ValueError: it is neither polygons nor run lengths of such an image.
+        ValueError, TypeError, OverflowError: it is neither polygons nor run lengths of such an image.
     """
     outline = json.loads(zlib.decompress(packed))
     width, height = size
@@ -31,7 +32,7 @@ def outline_of(packed: bytes, size: tuple[int, int]) -> np.ndarray:
     found = np.zeros((height, width), bool)
     for polygon in outline:
         corners = np.array(polygon, np.float64)
-        if corners.ndim != 1 or len(corners) < 6 or len(corners) % 2 or not np.isfinite(corners).all():
+        if corners.ndim != 1 or len(corners) < 6 or len(corners) % 2 or not (np.abs(corners) < _MAX_CORNER).all():
             raise ValueError("a polygon that is no list of three corners or more")
         found |= _filled(corners.reshape(-1, 2), width, height)
     return found

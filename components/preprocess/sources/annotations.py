@@ -292,8 +292,10 @@ class _CocoObjects:
                 found.objects.append((name, x, y, x + width, y + height, self._key(kind), self._crowds[place]))
         return found
 
-    def _content(self, place: int) -> tuple[bytes, bytes, int]:
-        return self._table[place].tobytes(), self._boxes[4 * place : 4 * place + 4].tobytes(), self._crowds[place]
+    def _content(self, place: int) -> tuple[Any, ...]:
+        outline = self._outlines[place] if self._outlines is not None else None
+        box = self._boxes[4 * place : 4 * place + 4].tobytes()
+        return self._table[place].tobytes(), box, self._crowds[place], outline
 
     @cached_property
     def _table(self) -> np.ndarray:

@@ -148,6 +148,9 @@ def test_polygons_of_coco_and_what_is_wrong_with_them(tmp_path: Path) -> None:
         (9, {"size": [HEIGHT, WIDTH], "counts": "~~~~~~~~~~~~"}),
         (9, [[100, 100, 110, 100, 110, 120]]),
         (9, {"size": [WIDTH, HEIGHT], "counts": [5, WIDTH * HEIGHT - 5]}),
+        (9, [[1e300, -1e300, 1e300, 1e300, -1e300, 1e300]]),
+        (9, [[10**400, 1, 2, 3, 4, 5]]),
+        (9, [[62, 20, 64, 20, 64, 22, 62, 22]]),
     ]
     content = {
         "images": [
@@ -160,6 +163,8 @@ def test_polygons_of_coco_and_what_is_wrong_with_them(tmp_path: Path) -> None:
             for number, (kind, outline) in enumerate(outlines)
         ],
     }
+    again = {**content["annotations"][-1], "segmentation": [[62, 30, 64, 30, 64, 32, 62, 32]]}
+    content["annotations"].append(again)  # the same id, another outline
     for number in range(4):
         (tmp_path / "data").mkdir(exist_ok=True)
         gradient(HEIGHT, WIDTH, shift=number * 11).save(tmp_path / "data" / f"{number}.png")
@@ -170,7 +175,7 @@ def test_polygons_of_coco_and_what_is_wrong_with_them(tmp_path: Path) -> None:
     expected[6:30, 4:20] = 1
     expected[:10, 10:40] = 2
     expected[6:10, 10:20] = 255
-    expected[:5, 60] = 2
+    expected[:5, 60] = expected[20:22, 62:64] = expected[30:32, 62:64] = 2
     found = masks(dataset)["1"]
     np.testing.assert_array_equal(found[:, :50], expected[:, :50])
     np.testing.assert_array_equal(found[:40], expected[:40])
@@ -184,8 +189,9 @@ def test_polygons_of_coco_and_what_is_wrong_with_them(tmp_path: Path) -> None:
     assert {name: reason.partition(":")[0] for name, reason in reasons.items()} == {
         "annotation 3": "unknown class",
         "annotation 4": "no polygons or run lengths",
-        **{f"annotation {number}": "no outline" for number in (5, 6, 7, 8, 10)},
+        **{f"annotation {number}": "no outline" for number in (5, 6, 7, 8, 10, 11, 12)},
         "annotation 9": "no pixel of the image is in it",
+        "annotation 13": "its id is that of another annotation; both are kept",
     }
     refused = rejected(dataset.path)
     assert refused["2.png"].startswith("annotated at another size")
