@@ -272,17 +272,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = function(*args, **(kwargs or {}))
         outputs = [each for each in _tensors(result) if each.is_floating_point()]
         inputs = [each for each in _tensors(args) if each.is_floating_point()]
-        read = {_storage(each) for each in inputs}
+        read, given = ({_storage(each) for each in own} for own in (inputs, _tensors(args)))
+        # Of integers, too: the address may be that of a tensor that is gone.
+        made = {_storage(each) for each in _tensors(result)} - given
+        depends = bool(self.variables & given)
+        self.variables = self.variables | made if depends else self.variables - made
+        self.parameters = self.parameters - made if depends else self.parameters | made
         fresh = [each for each in outputs if _storage(each) not in read]
-        if not fresh and function not in _PRODUCTS and function._opname[-1:] != "_":  # a view
+        is_view = not fresh and function not in _PRODUCTS and function._opname[-1:] != "_"
+        if is_view or not depends:
             return result
-        made = {_storage(each) for each in fresh}
-        if not self.variables & {_storage(each) for each in _tensors(args)}:
-            self.parameters |= made
-            self.variables -= made
-            return result
-        self.variables |= made
-        self.parameters -= made
         weights = [each for each in inputs if _storage(each) in self.parameters]
         values = sum(each.numel() for each in inputs if _storage(each) not in self.parameters)
         written = sum(each.numel() for each in outputs[:1])

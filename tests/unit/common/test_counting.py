@@ -116,3 +116,8 @@ def test_memory_of_other_tasks_is_that_of_their_maps_and_losses(architecture: st
 def test_sizes_that_a_model_does_not_take() -> None:
     with refuses("not-countable", "image_size"):
         count_model("vit_b_16", 160)
+
+
+def test_a_model_is_counted_the_same_each_time() -> None:
+    counts = [count_model("detection/fcos_small", 64, 10) for _ in range(4)]  # anchors depend on no image
+    assert counts.count(counts[0]) == 4
