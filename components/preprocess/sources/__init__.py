@@ -82,7 +82,7 @@ def _list_folder(data: str, _: Path, options: Options) -> Source:
     else:
         tree = LocalTree(place)
         refused = tree.unreadable  # filled as the tree is listed
-    if (tars := tar_files(tree)) and options.of_tree is folder_source:
+    if options.of_tree is folder_source and (tars := tar_files(tree)):
         return with_refused(shard_source(place, tars, options), refused)
     return with_refused(options.of_tree(tree, FileStorage(place), options), refused)
 

@@ -175,6 +175,7 @@ def coco(tree: Tree, files: Mapping[str, File], *, with_outlines: bool = False) 
     refused: dict[str, str] = {}
     shared: list[tuple[str, str, Any]] = []  # of ids: the file, the name of an image, its id
     classes: dict[Any, str] = {}
+    own_files = index.assigned((path, name) for path, content in parsed.items() for name in content.names())
     for path, content in parsed.items():
         for key, name in content.categories.items():
             if classes.setdefault(key, name) != name:
@@ -189,11 +190,12 @@ def coco(tree: Tree, files: Mapping[str, File], *, with_outlines: bool = False) 
         places = content.objects.by_image()
         firsts = content.objects.firsts(content.images)
         for key, (name, size) in content.images.items():
-            file = index.find(name, path)
+            file = own_files.get((path, name))
             if key in content.twice.values():
                 continue
             if file is None:
-                refused[name] = f"{path} names it, and it is not there"
+                place = f"{path}: {name}" if name in refused else name
+                refused[place] = f"{path} names it, and it is not there"
             elif file.path in images:
                 refused[f"{path}: {name}"] = "named again, with annotations of its own"
             else:
@@ -204,7 +206,7 @@ def coco(tree: Tree, files: Mapping[str, File], *, with_outlines: bool = False) 
             what = f"annotations of an image that the file does not list: {len(places[key]):,}"
             refused[f"{path}: image {_short(key)}"] = what
     for path, name, key in shared:
-        file = index.find(name, path)
+        file = own_files.get((path, name))
         place = file.path if file else name
         # an image that another file annotates is not lost
         place = f"{path}: {name}" if place in images else place
@@ -335,6 +337,10 @@ class _CocoFile:
     twice: dict[str, Any] = field(default_factory=dict)  # names of images whose id is that of another, too
     objects: _CocoObjects
 
+    def names(self) -> set[str]:
+        """Those of all its images."""
+        return {name for name, _ in self.images.values()} | self.twice.keys()
+
 
 def _coco_file(tree: Tree, path: str, with_outlines: bool) -> _CocoFile | None:
     """Read a file; None for JSON of another kind. Objects without boxes, as in captions, are refused one by one."""
@@ -399,6 +405,7 @@ def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> _Found | No
     images: dict[str, tuple[File, str, Encodable]] = {}
     refused: dict[str, str] = {}
     kinds: set[str] = set()
+    parsed: dict[str, tuple[Annotated, str, str]] = {}  # with the split and the image's name
     for path, text in sorted(read.items()):
         stem = PurePosixPath(path).stem
         split = split_of(path)
@@ -408,12 +415,15 @@ def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> _Found | No
             continue
         try:
             annotated, name = _voc_image(text.value)
+            parsed[path] = annotated, split, name or f"{stem}.jpg"
         except (ValueError, ElementTree.ParseError) as error:
             refused[path] = f"no annotations of Pascal VOC: {str(error)[:_MAX_REASON]}"
-            continue
-        file = index.find(name or f"{stem}.jpg", path) or index.of_stem(stem, path)
+    own_files = index.assigned(((path, name) for path, (_, _, name) in parsed.items()), by_stem=True)
+    for path, (annotated, split, name) in parsed.items():
+        file = own_files.get((path, name))
         if file is None:
-            refused[name or stem] = f"{path} names it, and it is not there"
+            place = f"{path}: {name}" if name in refused else name
+            refused[place] = f"{path} names it, and it is not there"
         elif file.path in images:
             refused[path] = f"a second file of {file.path}"
         else:
@@ -546,6 +556,10 @@ def _yolo_names(tree: Tree, files: Mapping[str, File]) -> tuple[str, ...] | None
 # --- all formats
 
 
+_Fit = tuple[bool, bool, int, bool]
+"""How well an image fits a name: its path ends so; split; folders shared with the file that names it; in images/."""
+
+
 class _Index:
     """Finds images that annotations name."""
 
@@ -559,32 +573,41 @@ class _Index:
                 self._by_name.setdefault(name, []).append(file)
                 self._by_stem.setdefault(name.rpartition(".")[0], []).append(file)
 
-    def find(self, name: str, named_in: str) -> File | None:
-        """The image of this path beside or below the file that names it, or the only one of the name."""
-        name = name.replace("\\", "/").lstrip("./")
-        return self._best(self._by_name.get(name.rpartition("/")[2], []), name, named_in)
+    def assigned(self, named: Iterable[tuple[str, str]], *, by_stem: bool = False) -> dict[tuple[str, str], File]:
+        """Find the image of each pair of a file and a name in it, unless another pair fits that image better.
 
-    def of_stem(self, stem: str, named_in: str) -> File | None:
-        """The same by the name without its end."""
-        return self._best(self._by_stem.get(stem, []), "", named_in)
+        An image that is not there is so none of the same name in another folder or split, which has its own
+        annotations. With `by_stem` also by the stem of the file that names it.
+        """
+        found: dict[tuple[str, str], tuple[File, _Fit]] = {}
+        best: dict[str, _Fit] = {}
+        for named_in, name in named:
+            path = name.replace("\\", "/").lstrip("./")
+            one = self._best(self._by_name.get(path.rpartition("/")[2], []), path, named_in)
+            if one is None and by_stem:
+                one = self._best(self._by_stem.get(PurePosixPath(named_in).stem, []), path, named_in)
+            if one is not None:
+                file, fit = found[named_in, name] = one
+                best[file.path] = max(fit, best.get(file.path, fit))
+        return {pair: file for pair, (file, fit) in found.items() if fit == best[file.path]}
 
     @staticmethod
-    def _best(found: list[File], name: str, named_in: str) -> File | None:
+    def _best(found: list[File], name: str, named_in: str) -> "tuple[File, _Fit] | None":
         """The image whose path ends as it was named; of several of the same split, nearest, in images/."""
-        found = [file for file in found if f"/{file.path}".endswith(f"/{name}")] or found
         parts = named_in.split("/")[:-1]
 
-        def nearness(file: File) -> tuple[bool, int, bool]:
+        def fit(file: File) -> _Fit:
             own = file.path.split("/")
             shared = next(
                 (at for at, pair in enumerate(zip(own, parts, strict=False)) if pair[0] != pair[1]), len(parts)
             )
-            return split_of(file.path) == split_of(named_in), shared, "images" in own[:-1]
+            is_end = f"/{file.path}".endswith(f"/{name}")
+            return is_end, split_of(file.path) == split_of(named_in), shared, "images" in own[:-1]
 
-        ranked = sorted(found, key=nearness, reverse=True)
-        if len(ranked) > 1 and nearness(ranked[0]) == nearness(ranked[1]):
+        ranked = sorted(((fit(file), file) for file in found), key=lambda pair: pair[0], reverse=True)
+        if not ranked or (len(ranked) > 1 and ranked[0][0] == ranked[1][0]):
             return None
-        return ranked[0] if ranked else None
+        return ranked[0][1], ranked[0][0]
 
 
 @dataclass(frozen=True)

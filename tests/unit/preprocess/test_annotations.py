@@ -315,6 +315,42 @@ def test_images_that_share_an_id_in_one_file_are_not_lost_where_another_annotate
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("format_name", ["coco", "voc"])
+def test_an_image_that_is_missing_is_not_the_one_of_its_name_in_another_split(format_name: str, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    for split in ("train", "val"):
+        if format_name == "voc":
+            write_voc(data / split)
+            shutil.rmtree(data / split / "ImageSets")
+        else:
+            write_images(data / split / "images", "abc")
+            (data / split / "annotations.json").write_text(json.dumps(coco("abc")), encoding="utf-8")
+    next((data / "train").rglob("c.png")).unlink()
+    next((data / "val").rglob("b.png")).unlink()
+    dataset = packed(data, tmp_path / "x", max_bad_fraction=0.9, on_leak="warn")
+    assert {reason.partition("/")[0] for reason in rejected(dataset.path).values()} == {"train", "val"}
+    for split in ("train", "val"):
+        assert {entry["path"].partition("/")[0] for entry in listing(dataset, split)} == {split}
+    assert objects(dataset)["c"]
+
+
+def test_images_of_one_name_in_two_folders_keep_their_own_annotations(tmp_path: Path) -> None:
+    content = coco("abc")
+    for entry, name in zip(content["images"], ["1/x.png", "2/x.png", "2/y.png"], strict=True):
+        entry["file_name"] = name
+    for split in ("train", "val"):
+        for number, names in ((1, "xy"), (2, "xy")):
+            write_images(tmp_path / "data" / split / str(number), names)
+        (tmp_path / "data" / split / "1" / "x.png").unlink()
+        (tmp_path / "data" / split / "annotations.json").write_text(json.dumps(content), encoding="utf-8")
+    dataset = packed(tmp_path / "data", tmp_path / "x", max_bad_fraction=0.9, on_leak="warn")
+    assert len(objects(dataset)["y"]) == len(OBJECTS["c"])
+    assert objects(dataset)["x"] == []  # as "b", and not those of the image that is missing
+    reasons = rejected(dataset.path)
+    assert reasons["1/x.png"] == "train/annotations.json names it, and it is not there"
+    assert reasons["val/annotations.json: 1/x.png"] == "val/annotations.json names it, and it is not there"
+
+
 def test_a_split_without_any_box_is_packed_and_named(tmp_path: Path) -> None:
     write_coco(tmp_path / "data")
     content = {**coco("abc"), "annotations": []}
