@@ -49,16 +49,22 @@ def main(bundle: Path, dataset: Path, machine: str, results: Path) -> None:
     measures["num_images"] = float(num_images)
     runs: list[Any] = [turns]
     if len(gpus_alike()) > 1:
-        several = [_evaluate(config, selections, models, data, log) for _ in range(_TURNS)]
+        several, opening = [], []
+        for _ in range(_TURNS):
+            several.append(_evaluate(config, selections, models, data, log))
+            opening.append(_opening_s(config, models, gpus_alike()[1]))
+        measures["opening_seconds"] = statistics.median(opening)
         measures["num_gpus"] = float(len(gpus_alike()))
         measures["evaluation_seconds_all_gpus"] = statistics.median(several)
         measures["one_gpu_over_all_gpus"] = seconds["evaluation"] / measures["evaluation_seconds_all_gpus"]
-        runs.append({"evaluation on all GPUs": several})
+        runs.append({"evaluation on all GPUs": several, "opening": opening})
     precisions = ", ".join(selection.precision for selection in selections if selection.runner is not None)
     notes = (
         f"{models.manifest.architecture} at {models.manifest.shapes.height} px, {precisions}, from shards to "
         "predictions. Loader: the same batches, decoded and thrown away. Engines: all images at the throughput of the "
-        f"largest batch, copies included, summed over the precisions. Medians of {_TURNS} turns, one after the other."
+        f"largest batch, copies included, summed over the precisions. Medians of {_TURNS} turns, one after the other. "
+        "On several GPUs evaluation opens the engines of the others, which is in its seconds, and opening alone is the "
+        "time of one of them."
     )
     write_result(
         machine,
@@ -86,6 +92,15 @@ def _engines_s(selections: list[RuntimeSelection], models: Artifact[BundleManife
             timing = selection.runner.measure(batch_size, warmup_s=0.2, duration_s=1.0, min_iterations=20)
             seconds += num_images / timing.images_per_s
     return seconds
+
+
+def _opening_s(config: ValidateConfig, models: Artifact[BundleManifest], gpu: int) -> float:
+    started = time.perf_counter()
+    with torch.cuda.device(gpu):
+        for selection in select_runtimes(models, config.runtime):
+            if selection.runner is not None:
+                selection.runner.close()
+    return time.perf_counter() - started
 
 
 def _evaluate(

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import av
 import click
 import numpy as np
+import psutil
 from PIL import ImageOps
 
 from benchmarks.results import RESULTS, write_result
@@ -169,6 +170,24 @@ def parity(
     return measures
 
 
+def hour(models: Artifact[BundleManifest], decoder: Decoder, folder: Path) -> dict[str, float]:
+    """Memory over an hour of small video that is played as fast as it can be, in the last quarter over the first."""
+    video, frame = folder / "hour.mp4", next(textures(1))[:144, :256]
+    write_video(video, (np.roll(frame, number, 1) for number in range(3600 * _FPS)), 256, 144, preset="ultrafast")
+    process, sizes = psutil.Process(), []
+    with ThreadPoolExecutor(1) as pool:
+        analysis = pool.submit(analyzed_by, decoder, models, video, folder / "hour")
+        while not analysis.done():
+            sizes.append(process.memory_info().rss)
+            time.sleep(0.5)
+    first, last = (max(quarter) for quarter in (sizes[: len(sizes) // 4], sizes[-(len(sizes) // 4) :]))
+    return {
+        "video_hour_frames": analysis.result().manifest.streams[0].num_labelled,
+        "video_hour_memory_mb": last / 1e6,
+        "video_hour_growth_mb": (last - first) / 1e6,
+    }
+
+
 def _compared(expected: Answers, actual: Answers) -> tuple[float, float]:
     """Share of frames with the same classes, as often, and in these the largest difference of a class's number."""
     pairs = list(zip(expected, actual, strict=True))
@@ -205,6 +224,7 @@ def _answers_of_images(models: Artifact[BundleManifest], video: Path) -> Iterato
 @click.option("--streams", default=4, show_default=True)
 @click.option("--frames", default=300, show_default=True, help="Of each stream.")
 @click.option("--turns", default=3, show_default=True)
+@click.option("--with-hour", is_flag=True, help="Also play an hour of video, and look at the memory.")
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
 def main(
     machine: str,
@@ -214,6 +234,7 @@ def main(
     streams: int,
     frames: int,
     turns: int,
+    with_hour: bool,
     results: Path,
 ) -> None:
     models = load(bundle, BundleManifest)
@@ -231,6 +252,8 @@ def main(
             runs.append(speed(models, selected.runner, decoders, folder, Path(temporary) / f"turn{turn}"))
             print(json.dumps(runs[-1]), flush=True)
         measures = parity(models, dataset, decoders, Path(temporary)) if dataset else {}
+        if with_hour:
+            measures |= hour(models, decoders[-1], Path(temporary))
     for part in ("transform", "model"):
         measures[f"video_{part}_frames_per_s"] = statistics.median(run[part] for run in runs)
     for decoder in decoders:
