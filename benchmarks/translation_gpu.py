@@ -42,23 +42,33 @@ _LENGTHS = 8  # sources of PyTorch are padded to multiples, as those of plans
 Greedy = Callable[[torch.Tensor], torch.Tensor]
 
 
+def _greedy(batch: int, max_tokens: int, step: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+    """Tokens [B, T]; `step` says the next ones, [B], from those before and their position."""
+    tokens = torch.full((batch,), BOS, device="cuda")
+    ended, found = torch.zeros_like(tokens, dtype=torch.bool), []
+    for position in range(max_tokens):
+        tokens = torch.where(ended, PAD, step(tokens, position))
+        ended |= tokens == EOS
+        found.append(tokens)
+        if position % 4 == 3 and bool(ended.all()):
+            break
+    return torch.stack(found, 1)
+
+
 def eager(network: Transformer, max_tokens: int) -> Greedy:
     """Translate [B, S] to [B, T], token by token."""
 
     def translate(source: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda", torch.float16):
             memory, mask, state = (each.half() for each in network.encode(source))
-        tokens = torch.full((len(source),), BOS, device="cuda")
-        ended, found = torch.zeros_like(tokens, dtype=torch.bool), []
-        for position in range(max_tokens):
+
+        def step(tokens: torch.Tensor, position: int) -> torch.Tensor:
+            nonlocal state
             place = torch.full((1,), position, device="cuda")
             logits, state = network.step(tokens, place, memory, mask, state)
-            tokens = torch.where(ended, PAD, logits.argmax(1))
-            ended |= tokens == EOS
-            found.append(tokens)
-            if position % 4 == 3 and bool(ended.all()):
-                break
-        return torch.stack(found, 1)
+            return logits.argmax(1)
+
+        return _greedy(len(source), max_tokens, step)
 
     return translate
 
@@ -102,15 +112,9 @@ def compiled(network: Transformer, max_tokens: int) -> Greedy:
         memory.copy_(encoded[0])
         mask.copy_(encoded[1])
         state.zero_()
-        tokens = torch.full((len(source),), BOS, device="cuda")
-        ended, found = torch.zeros_like(tokens, dtype=torch.bool), []
-        for position in range(max_tokens):
-            tokens = torch.where(ended, PAD, fast(tokens, places[position], memory, mask, state))
-            ended |= tokens == EOS
-            found.append(tokens)
-            if position % 4 == 3 and bool(ended.all()):
-                break
-        return torch.stack(found, 1)
+        return _greedy(
+            len(source), max_tokens, lambda tokens, position: fast(tokens, places[position], memory, mask, state)
+        )
 
     return translate
 
