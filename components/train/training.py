@@ -56,6 +56,7 @@ def train(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> 
         check_task(
             config.architecture, task_of(config.architecture), data.manifest.task, "name another train.architecture"
         )
+        _check_objects(data)
         with process_group(world, config.collective_timeout_s):
             if outcome := broadcast(_done_before(config, data, output) if world.is_main else "", world):
                 return outcome
@@ -65,6 +66,17 @@ def train(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> 
             with open_partial(output, known=(WEIGHTS, MLLOG, TRACE, VOCABULARY)) as folder:
                 trainer = _train(config, log, data, world, stop, folder)
                 return _publish(trainer, data, output)
+
+
+def _check_objects(data: Artifact[DatasetManifest]) -> None:
+    for split, held in data.manifest.splits.items():
+        if held.class_counts and not any(held.class_counts):  # of boxes; sentences have no classes
+            effect = "there is nothing to learn" if split == "train" else "nothing tells what a model finds"
+            raise UserError(
+                f"no image of the {split} split of {data.path} has an object: {effect}. Annotate some of its images, "
+                "and run preprocess again",
+                code="no-objects",
+            )
 
 
 def _train(

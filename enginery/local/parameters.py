@@ -292,7 +292,7 @@ def _assign(
                 text = f"{source}: {key} takes its thresholds from the gate; set gate.KEY instead"
                 raise UserError(text, code="set-the-gate", setting=f"{key}.{name}")
             if (key, name) == _OF_FILE:
-                text = f"{source}: the pipeline {file.name} is of one task; run the file of the other one instead"
+                text = f"{source}: the pipeline {file.name} is of one task; take one of the other task instead"
                 raise UserError(text, code="other-task", setting="preprocess.task")
             if key in file.owners(name):
                 plain[name] = entry  # the same thing under its longer name

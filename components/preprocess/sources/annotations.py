@@ -202,9 +202,12 @@ def coco(tree: Tree, files: Mapping[str, File], *, with_outlines: bool = False) 
                 own = places.get(key, _NO_PLACES)
                 images[file.path] = (file, split, _CocoImage(content.objects, own, firsts, size))
         shared += [(path, name, key) for name, key in content.twice.items()]
-        for key in places.keys() - content.images.keys():
-            what = f"annotations of an image that the file does not list: {len(places[key]):,}"
-            refused[f"{path}: image {_short(key)}"] = what
+        if unlisted := places.keys() - content.images.keys():
+            what = "annotations of an image" if len(unlisted) == 1 else f"annotations of {len(unlisted):,} images"
+            number = sum(len(places[key]) for key in unlisted)
+            refused[f"{path}: image {_short(min(unlisted, key=str))}"] = (
+                f"{what} that the file does not list: {number:,}"
+            )
     for path, name, key in shared:
         file = own_files.get((path, name))
         place = file.path if file else name

@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 
 from components.common.contracts.manifests import Artifact, DatasetManifest
+from components.common.contracts.settings import resolve
+from components.common.process.steplog import StepLog
 from components.preprocess.sources.json_stream import json_arrays
+from components.train.config import TrainConfig
+from components.train.training import train
 from tests.conftest import preprocess
 from tests.unit.refusals import refuses
 
@@ -315,6 +319,18 @@ def test_images_that_share_an_id_in_one_file_are_not_lost_where_another_annotate
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_annotations_of_images_that_a_file_does_not_list_are_one_entry(tmp_path: Path) -> None:
+    write_coco(tmp_path / "data")
+    file = tmp_path / "data" / "train" / "annotations.json"
+    content = json.loads(file.read_text())
+    content["annotations"] += [{**content["annotations"][0], "id": 50 + key, "image_id": 70 + key} for key in range(3)]
+    file.write_text(json.dumps(content))
+    what = "annotations of 3 images that the file does not list: 3"
+    assert rejected(packed(tmp_path / "data", tmp_path / "x", max_bad_fraction=0.9).path) == {
+        "train/annotations.json: image 70": what
+    }
+
+
 @pytest.mark.parametrize("format_name", ["coco", "voc"])
 def test_an_image_that_is_missing_is_not_the_one_of_its_name_in_another_split(format_name: str, tmp_path: Path) -> None:
     data = tmp_path / "data"
@@ -361,6 +377,9 @@ def test_a_split_without_any_box_is_packed_and_named(tmp_path: Path) -> None:
     assert all(objects(dataset)[name] == [] for name in "abc")
     card = dataset.file("data_card.html").read_text(encoding="utf-8")
     assert "the training split has no object of 2 of 2 classes" in card.replace("The training", "the training")
+    config = resolve(TrainConfig, "train", {"architecture": "detection/fcos_small", "num_processes": 1})
+    with refuses("no-objects"):
+        train(config, StepLog("train"), dataset=dataset.path, output=tmp_path / "checkpoint")
 
 
 def test_images_whose_masks_have_the_same_names_are_found(tmp_path: Path) -> None:
