@@ -1,6 +1,7 @@
 """`enginery advise`: which GPU, how many, and what limits them, for one model."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ import click
 
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import write_atomically
-from enginery.cli.options import PATH, duration, finite
+from enginery.cli.options import PATH, duration, finite, given
 
 if TYPE_CHECKING:
     from enginery.advise.answers import Question
@@ -29,6 +30,31 @@ def _decode_rate(ctx: click.Context, parameter: click.Parameter, text: str | Non
             setting="--decode-rate",
         )
     return rate
+
+
+_OF_WORKLOAD = {"serve": ("qps", "p99_s"), "train": ("images", "epochs", "deadline_s", "batch")}
+_OF_DATA = ("config", "num_runs")
+
+
+def _refuse_unused(workload: str, data: Path | None, images: int | None) -> None:
+    """Refuse options that would change nothing.
+
+    Raises:
+        UserError: there are some.
+    """
+    other = "serve" if workload == "train" else "train"
+    cases: dict[str, Sequence[str]] = {
+        f"is for --workload {other}": _OF_WORKLOAD[other],
+        "is for --how-much-data FOLDER": _OF_DATA,
+        "needs --images, the number of an epoch": () if images else ("epochs", "deadline_s"),
+    }
+    if data is not None:
+        parameters = [each.name or "" for each in click.get_current_context().command.params]
+        of_others = [each for each in parameters if each not in ("model", "data", "as_json", *_OF_DATA)]
+        cases = {"is of no use with --how-much-data, which predicts nothing of GPUs; leave it out": of_others}
+    for problem, names in cases.items():
+        for option in given(*names):
+            raise UserError(f"{option} {problem}", code="option-unused", setting=option)
 
 
 @click.command()
@@ -95,14 +121,17 @@ def advise(
 ) -> None:
     """Predict what MODEL needs on each GPU of a table of data sheets.
 
-    MODEL is a network of torchvision, of timm as timm/NAME, a bundle, or for serving an .onnx file. Predictions come
-    as ranges: docs/advise.md says how often they held. Times take a unit: ms, s, min, h or d.
+    MODEL is a network of torchvision, of timm as timm/NAME, of another task as detection/NAME, a bundle, or for
+    serving an .onnx file. Predictions come as ranges: docs/advise.md says how often they held. Times take a unit: ms,
+    s, min, h or d.
     """
+    _refuse_unused(workload, data, options["images"])
     if data is not None:
         _how_much_data(model, data, config, num_runs, as_json=as_json)
         return
-    if html is not None and not html.parent.is_dir():
-        raise UserError(f"--html {html}: there is no folder {html.parent}", code="no-folder", setting="--html")
+    if html is not None and (html.is_dir() or not html.parent.is_dir()):
+        problem = "it is a folder; name a file in it" if html.is_dir() else f"there is no folder {html.parent}"
+        raise UserError(f"--html {html}: {problem}", code="no-folder", setting="--html")
     from enginery.advise.answers import PRICES, Question, counted, read_prices, serving, training
 
     options["decode_rate"] = options["decode_rate"] or ("gpu" if workload == "train" else "none")

@@ -24,6 +24,14 @@ def finite(ctx: click.Context, parameter: click.Parameter, value: float | None) 
     return value
 
 
+def given(*parameters: str) -> list[str]:
+    """Those options of the running command that somebody wrote."""
+    ctx = click.get_current_context()
+    default = click.core.ParameterSource.DEFAULT
+    written = [name for name in parameters if ctx.get_parameter_source(name) is not default]
+    return [option.opts[0] for option in ctx.command.params if option.name in written]
+
+
 def comma_list(
     kind: Callable[[str], Any],
     is_allowed: Callable[[Any], bool],

@@ -18,7 +18,7 @@ import click
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import MANIFEST, Artifact, RepositoryManifest, load_manifest
 from components.common.contracts.records import PRECISIONS, Precision
-from enginery.cli.options import PATH, signing_key
+from enginery.cli.options import PATH, given, signing_key
 from enginery.formats import echo
 from enginery.local.state import RunDirectory, StateDirectory, is_held
 from enginery.pins import plan_needs, plan_server
@@ -204,10 +204,10 @@ def _repository(
             code="already-exported",
             setting="--examples",
         )
-    if is_exported and (given := _given("precision", "name", "top_k", "max_wait_s", "shadow_share")):
+    if is_exported and (chosen := given("precision", "name", "top_k", "max_wait_s", "shadow_share")):
         raise UserError(
-            f"{folder} is served as it was exported, so {given} can't be chosen any more; drop the option, or export "
-            "again with it",
+            f"{folder} is served as it was exported, so {' and '.join(chosen)} can't be chosen any more; drop the "
+            "option, or export again with it",
             code="already-exported",
         )
     parent = StateDirectory.current().path / "serve"
@@ -243,14 +243,6 @@ def _remove_left(parent: Path) -> None:
     for folder in parent.glob("*/"):
         if time.time() - folder.stat().st_mtime > 60 and not is_held(folder):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _given(*parameters: str) -> str:
-    """Those options of the command that somebody wrote, for people."""
-    ctx = click.get_current_context()
-    default = click.core.ParameterSource.DEFAULT
-    given = [name for name in parameters if ctx.get_parameter_source(name) is not default]
-    return " and ".join(option.opts[0] for option in ctx.command.params if option.name in given)
 
 
 def _config(**values: Any) -> Any:

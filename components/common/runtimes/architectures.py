@@ -12,7 +12,7 @@ from torch import nn
 
 from components.common.contracts.errors import UserError, shortened
 from components.common.contracts.foreign import refuse_lfs_pointer
-from components.common.tasks import TaskName, networks_of, task_of
+from components.common.tasks import TASKS, TaskName, networks_of, task_of
 
 _MAX_PROBLEMS = 3  # that are shown of weights that don't fit
 _USUAL_SIZES = (224, 256, 288, 320)  # of images, in pixels
@@ -39,7 +39,9 @@ def check_architecture(architecture: str) -> None:
     if (f"{network}timm/NAME" if is_timm else architecture) not in known:
         usual = ["resnet50", "mobilenet_v2", "efficientnet_b0"] if task == "classification" else known
         also = " (any of torchvision's classifiers; timm's as timm/NAME)" if task == "classification" else ""
-        raise _unknown(f"no model {architecture!r}", architecture, known, f"such as {', '.join(usual)}", also)
+        of_others = [name for other in TASKS if other != task for name in _known_architectures(other)]
+        otherwise = f"such as {', '.join(usual)}"
+        raise _unknown(f"no model {architecture!r}", architecture, [*known, *of_others], otherwise, also)
     if is_timm:
         import timm
 

@@ -157,7 +157,8 @@ def test_max_q_keeps_to_the_budget(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workload", ["serve", "train"])
 def test_the_page_shows_every_gpu_and_both_charts(tmp_path: Path, workload: str) -> None:
     file = tmp_path / "page.html"
-    rows = _rows(*_ASKED, "--workload", workload, "--images", "1000", "--qps", "10", "--html", str(file))
+    load = ("--images", "1000") if workload == "train" else ("--qps", "10")
+    rows = _rows(*_ASKED, "--workload", workload, *load, "--html", str(file))
     text = file.read_text()
     assert text.count("<svg") == 2
     roofline = text.split("<svg")[2]
@@ -166,6 +167,10 @@ def test_the_page_shows_every_gpu_and_both_charts(tmp_path: Path, workload: str)
     for name, row in rows.items():
         assert f"<th>{name}</th>" in text
         assert (f">{name}</text>" in text.split("<svg")[1]) == ("cost" in row or "cost_per_million" in row)
+        if workload == "serve":
+            assert row.get("why", "") in text
+            for speed in filter(None, row["images_per_s_by_precision"].values()):
+                assert f">{speed:,.0f}</td>" in text or not row["images_per_s"]
     assert "https://" in text.split("Data sheets")[1]
 
 
@@ -216,6 +221,32 @@ def test_a_page_needs_a_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         _rows(*_ASKED, "--html", str(tmp_path / "none" / "page.html"))
     assert (error.value.code, error.value.setting) == ("no-folder", "--html")
+
+
+def test_a_page_is_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        _rows(*_ASKED, "--html", str(tmp_path))
+    assert (error.value.code, error.value.setting) == ("no-folder", "--html")
+
+
+@pytest.mark.parametrize(
+    ("options", "setting"),
+    [
+        ("--workload train --qps 5", "--qps"),
+        ("--workload train --images 9 --p99 7ms", "--p99"),
+        ("--deadline 8h", "--deadline"),
+        ("--batch 8", "--batch"),
+        ("--workload train --deadline 8h", "--deadline"),
+        ("--workload train --epochs 3", "--epochs"),
+        ("--config settings.yaml", "--config"),
+        ("--how-much-data images --html page.html", "--html"),
+        ("--how-much-data images --num-classes 3", "--num-classes"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(options: str, setting: str) -> None:
+    with pytest.raises(UserError) as error:
+        _rows("resnet18", *options.split())
+    assert (error.value.code, error.value.setting) == ("option-unused", setting)
 
 
 def test_a_folder_called_as_a_network_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

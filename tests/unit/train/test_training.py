@@ -83,7 +83,12 @@ def test_a_changed_shard_or_no_dataset_is_refused(tiny_dataset: Artifact[Dataset
 
 @pytest.mark.parametrize(
     ("architecture", "hint"),
-    [("resnet51", "did you mean resnet50"), ("zzz", "such as resnet50"), ("timm/resnet51x", "timm has no model")],
+    [
+        ("resnet51", "did you mean resnet50"),
+        ("zzz", "such as resnet50"),
+        ("retinanet_resnet50_fpn", "did you mean detection/retinanet_resnet50_fpn"),
+        ("timm/resnet51x", "timm has no model"),
+    ],
 )
 def test_an_unknown_architecture_suggests(train: Train, tmp_path: Path, architecture: str, hint: str) -> None:
     with refuses("unknown-architecture") as caught:
