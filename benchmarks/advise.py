@@ -37,6 +37,8 @@ _GPUS = {"NVIDIA H200": "H200", "NVIDIA H100 80GB HBM3": "H100", "Tesla V100": "
 # The whitepaper's networks, by the names of torchvision.
 _NETWORKS = {"AlexNet": "alexnet", "GoogLeNet": "googlenet", "ResNet-50": "resnet50", "VGG-19": "vgg19"}
 _ENGINE_BATCHES = (1, 8, 64, 128)
+_TASK_BATCHES = (1, 32)
+_NUM_SHAPES = 5  # classes of the images of benchmarks/tasks_gpu.py
 _FIT_DEVICES = {"gpu": ("H200",), "cpu": ("2-cores-AVX2", "2-cores-VNNI")}
 # Machines of benchmarks/results without a GPU: their clock is that of no data sheet, 3.7 GHz is assumed, and the
 # bandwidth of one socket for 32 cores or more.
@@ -71,6 +73,8 @@ class Row:
     """Side, in pixels."""
     batch: int
     images_per_s: float
+    num_classes: int = 0
+    """Of the last layer; 0 for as many as the task usually has."""
     pixel_bytes: float = 12
     """That are copied to the device for a pixel of serving."""
     mig_parts: int | None = None
@@ -85,12 +89,12 @@ class Row:
 
 
 def measured_rows(results: Path = RESULTS) -> list[Row]:
-    """Rows of benchmarks/results: engines of one model, the table of trained networks, training on one GPU."""
+    """Rows of benchmarks/results: engines of one model, tables of trained networks, training on one GPU."""
     rows: list[Row] = []
     for path in sorted(results.glob("h[12]00/*.json")):
         result = json.loads(path.read_text())
         device = _GPUS[result["machine"]["gpu"]] if result["machine"]["gpu"] else ""
-        for kind, read in (("engines_", _engine_rows), ("networks", _network_rows), ("train_", _training_rows)):
+        for kind, read in _READERS:
             if path.name.startswith(kind) and not path.name.startswith("engines_command"):
                 rows.extend(read(result, device, f"{path.parent.name}/{path.name}"))
     return rows + list(_cpu_rows(json.loads((results / "cpu-2core/int8_peers.json").read_text())))
@@ -131,14 +135,17 @@ def _engine_rows(result: dict[str, Any], device: str, source: str) -> Iterator[R
 
 
 def _network_rows(result: dict[str, Any], device: str, source: str) -> Iterator[Row]:
+    """Of benchmarks/networks.py and benchmarks/tasks_gpu.py."""
     for run in result["runs"]:
+        task = run.get("task")
         for precision in PRECISIONS:
-            for batch in (1, 128):
+            for batch in _TASK_BATCHES if task else (1, 128):
                 yield Row(
                     device=device,
                     workload="serve",
                     precision=precision,
-                    network=run["network"],
+                    network=f"{task}/{run['network']}" if task else run["network"],
+                    num_classes=_NUM_SHAPES if task else 0,
                     image_size=run["image_size"],
                     batch=batch,
                     images_per_s=run[f"images_per_s_{precision}_b{batch}"],
@@ -160,6 +167,14 @@ def _training_rows(result: dict[str, Any], device: str, source: str) -> Iterator
             images_per_s=run["synthetic"]["images_per_s"],
             source=source,
         )
+
+
+_READERS = (
+    ("engines_", _engine_rows),
+    ("networks", _network_rows),
+    ("tasks_", _network_rows),
+    ("train_", _training_rows),
+)
 
 
 def measured_memory(results: Path = RESULTS) -> list[tuple[str, int, str, int, float]]:
@@ -247,8 +262,8 @@ _ROW, _COMMON, _OWN, _DEVICE = 0.12, 0.25, 0.15, 0.5
 
 
 @functools.cache
-def _work(network: str, image_size: int) -> Work:
-    return Work(count_model(network, image_size))
+def _work(network: str, image_size: int, num_classes: int = 0) -> Work:
+    return Work(count_model(network, image_size, num_classes))
 
 
 def _sheet(row: Row) -> Device:
@@ -261,7 +276,8 @@ class _Stack:
 
     def __init__(self, rows: list[Row], precision: str) -> None:
         self.rows, self.precision = [row for row in rows if row.precision == precision], precision
-        works, sheets = [_work(row.network, row.image_size) for row in self.rows], [_sheet(row) for row in self.rows]
+        works = [_work(row.network, row.image_size, row.num_classes) for row in self.rows]
+        sheets = [_sheet(row) for row in self.rows]
         lengths = [len(work.flops) for work in works]
         self.starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(int)
         self.work: Any = object.__new__(Work)

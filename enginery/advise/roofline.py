@@ -22,7 +22,9 @@ COEFFICIENTS = Path(__file__).with_name("coefficients.json")
 _DEVICES = Path(__file__).with_name("devices.csv")
 _VALUE_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}
 _INPUT_VALUE_BYTES = 4  # engines take FP32
-_TILE = 64  # channels: kernels of GPUs compute whole tiles
+# Kernels of GPUs compute whole tiles of channels, and add whole tiles of products: in FP32, and on Tensor Cores.
+_FP32_TILE = (32, 8)
+_TILE = (64, 64)
 _WINOGRAD_GAIN = 2.25  # of 3x3 convolutions in tiles of 2x2 outputs, which FP32 engines of GPUs use
 _WINOGRAD_REUSE = (7.0, 9.5)  # how often a convolution reads an input value, if 3x3 of stride 1
 _LONGEST_SUM = 4608  # products of one output that one multiprocessor adds alone: longer sums are split
@@ -138,9 +140,9 @@ class Work:
         reuse = self.sums * outputs / channels * self.groups / inputs
         low, high = _WINOGRAD_REUSE
         self.winograd = (self.kind == _CONV) & (reuse > low) & (reuse < high)
-        tiles = np.ceil(channels / _TILE) * _TILE / channels
         sums = np.maximum(self.sums, 1)
-        self.padding = np.where(self.kind == _CONV, tiles * np.ceil(sums / _TILE) * _TILE / sums, 1.0)
+        padded = [_rounded_up(channels, width) * _rounded_up(sums, depth) for width, depth in (_TILE, _FP32_TILE)]
+        self.padding, self.fp32_padding = (np.where(self.kind == _CONV, each, 1.0) for each in padded)
         self.image_bytes = float(_INPUT_VALUE_BYTES * count.image_values)
         self.num_parameters = count.num_parameters
         self.live_values = count.live_values
@@ -190,13 +192,18 @@ def _channels(layer: Layer) -> int:
     if not layer.macs:
         return 1
     if not layer.num_parameters:
-        return _TILE  # of activations by activations
+        return _TILE[0]  # of activations by activations
     sums = layer.macs / layer.output_values
     with_bias = layer.num_parameters / (sums + 1)
     plain = round(layer.num_parameters / sums)
     number = round(with_bias)
     fits = number and number == with_bias and not layer.output_values % number and not number % layer.groups
     return number if fits else max(1, plain)
+
+
+def _rounded_up(numbers: np.ndarray, tile: int) -> np.ndarray:
+    """Whole tiles over the numbers that they hold."""
+    return np.asarray(np.ceil(numbers / tile) * tile / numbers)
 
 
 def _kind(layer: Layer, channels: int) -> int:
@@ -308,11 +315,12 @@ def kernel_seconds(
     peak = np.where(work.kind >= _DEPTHWISE, device.peak("fp32"), device.peak(precision))
     gpu = device.kind == "gpu"
     gain = np.where(work.winograd, _WINOGRAD_GAIN if gpu and precision == "fp32" else 1.0, 1.0)
-    arithmetic = batch * work.flops * (work.padding if gpu else 1.0) / gain / (peak * shares)
+    padding = (work.fp32_padding if precision == "fp32" else work.padding) if gpu else 1.0
+    arithmetic = batch * work.flops * padding / gain / (peak * shares)
     depthwise, other = fitted.depthwise_bandwidth_share, fitted.other_bandwidth_share
     bandwidth = np.array([*[fitted.bandwidth_share] * 3, depthwise, depthwise, other])[work.kind]
     memory = runs * kernel_bytes(work, precision, batch) / (1e9 * device.bandwidth_gb_per_s * bandwidth)
-    tile_flops = 2 * fitted.tile_outputs * np.minimum(work.sums / gain, _LONGEST_SUM)
+    tile_flops = 2 * fitted.tile_outputs * np.minimum(work.sums, _LONGEST_SUM)
     waiting = fitted.kernel_s + tile_flops * device.num_sms / device.peak(precision)
     waiting += np.where(work.kind == _GROUPED, fitted.group_s * (work.groups - 1), 0.0)
     return arithmetic, memory, runs * np.where(work.kind == _OTHER, fitted.other_kernel_s, waiting)

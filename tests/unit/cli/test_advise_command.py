@@ -298,6 +298,9 @@ def test_kernels_are_told_apart() -> None:
     assert len(work.flops) == 20 + 1 + 2  # convolutions, the linear layer, two kinds of pooling
     groups = Work(count_model("mobilenet_v2", 224))
     assert int((groups.kind == 3).sum()) == 17  # depthwise
+    # The first convolution adds 3x3x3 products for 32 channels: Tensor Cores take 64 of both, FP32 32 and 8.
+    assert groups.padding[0] == pytest.approx(64 / 27 * 2)
+    assert groups.fp32_padding[0] == pytest.approx(32 / 27)
 
 
 @pytest.mark.parametrize(
