@@ -317,7 +317,7 @@ def _sharing(
             text = f"a part of {parts} of {device.mig_instances:.0f} carries the load in {best.precision.upper()} and"
             return "MIG", f"{text} answers in {times[0]:.2g} to {times[1]:.2g} ms; others run apart on the rest"
     of_parts = "no smaller part of it answers in time, but " if device.mig_instances else ""
-    share = f"the load takes {100 * load:.0f} % of it"
+    share = f"the load takes {100 * load:.0f} % of it" if load >= 0.01 else "the load takes less than 1 % of it"
     return "MPS", f"{of_parts}{share}; processes of others can use the rest, not isolated"
 
 

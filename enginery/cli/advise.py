@@ -13,6 +13,8 @@ from components.common.contracts.manifests import write_atomically
 from enginery.cli.options import PATH, duration, finite, given
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from enginery.advise.answers import Question
 
 
@@ -214,9 +216,13 @@ _TRAINING = (
 )
 
 
-def _print(rows: list[dict[str, Any]], workload: str, question: "Question", counted: str, prices: str) -> None:
-    from rich.table import Table
+# Columns that a narrow terminal is spared, the first one first.
+_SPARED = ("img/s/W", "GB", "kWh at most", "largest", "per million", "streams", "share", "p99 ms", "range", "per hour")
+_LIMIT_WIDTH = 26  # wraps
+_WIDEST = 1000
 
+
+def _print(rows: list[dict[str, Any]], workload: str, question: "Question", counted: str, prices: str) -> None:
     from enginery.advise.answers import FITTED_ON, remarks
     from enginery.formats import new_console
 
@@ -225,14 +231,20 @@ def _print(rows: list[dict[str, Any]], workload: str, question: "Question", coun
         for heading, keys, form in (_TRAINING if workload == "train" else _SERVING)
         if any(keys[0] in row for row in rows)
     ]
-    table = Table(
-        "device", *(heading for heading, _, _ in columns), title=f"{workload}: {counted}", title_justify="left"
-    )
-    for row in rows:
-        cells = (_cell([row.get(key) for key in keys], form) for _, keys, form in columns)
-        table.add_row(row["gpu"] + " Max-Q" * row["max_q"], *cells)
+    spared: list[str] = []
     console = new_console()
+    table = _table(rows, columns)
+    for heading in _SPARED:
+        if console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum <= console.width:
+            break
+        kept = [column for column in columns if column[0] != heading]
+        if len(kept) < len(columns):
+            columns, spared = kept, [*spared, heading]
+            table = _table(rows, columns)
+    console.print(f"{workload}: {counted}")
     console.print(table)
+    if spared:
+        console.print(f"Left out for want of width, but in --json and --html: {', '.join(spared)}.")
     for line in remarks(rows, question):
         console.print(line)
     console.print(
@@ -240,6 +252,18 @@ def _print(rows: list[dict[str, Any]], workload: str, question: "Question", coun
         f"in 10 networks: docs/advise.md. Costs by {prices}.",
         style="dim",
     )
+
+
+def _table(rows: list[dict[str, Any]], columns: Sequence[tuple[str, tuple[str, ...], str]]) -> "Table":
+    from enginery.formats import new_table
+
+    table = new_table("device", *(heading if not form else f">{heading}" for heading, _, form in columns))
+    for column in table.columns:
+        column.max_width = _LIMIT_WIDTH if column.header == "limit" else None
+    for row in rows:
+        cells = (_cell([row.get(key) for key in keys], form) for _, keys, form in columns)
+        table.add_row(row["gpu"] + " Max-Q" * row["max_q"], *cells)
+    return table
 
 
 def _cell(values: list[Any], form: str) -> str:

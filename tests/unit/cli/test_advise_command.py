@@ -223,6 +223,21 @@ def test_a_page_needs_a_folder(tmp_path: Path) -> None:
     assert (error.value.code, error.value.setting) == ("no-folder", "--html")
 
 
+def test_a_narrow_terminal_keeps_the_numbers_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {}
+    for width in (80, 200):
+        monkeypatch.setenv("COLUMNS", str(width))
+        arguments = [*_ASKED, "--qps", "100000"]
+        texts[width] = CliRunner().invoke(advise, arguments, catch_exceptions=False).stdout
+    row = _rows(*arguments)["B200"]
+    lines = {width: next(line for line in text.splitlines() if "B200" in line) for width, text in texts.items()}
+    assert f" {row['images_per_s']:,.0f} " in lines[80]
+    assert max(map(len, texts[80].split("Left out")[0].splitlines())) <= 80
+    assert "img/s/W" in texts[80].split("Left out")[1]
+    assert f" {row['images_per_s_per_w']:.3g} " in lines[200]
+    assert "Left out" not in texts[200]
+
+
 def test_a_page_is_no_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         _rows(*_ASKED, "--html", str(tmp_path))
