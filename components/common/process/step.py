@@ -234,6 +234,6 @@ def _fail(log: StepLog, error: EngineryError, *, exit_code: int | None = None, o
         log.event("failed", **failure)
     if os.environ.get(DEBUG_VARIABLE) == "1":
         traceback.print_exc()
-    code = f" [{error.code}]" if error.code else ""
+    code = f" [{error.code}]" if error.code not in ("", str(error)) else ""
     print(f"{log.step}: {error}{code}", file=sys.stderr, flush=True)
     sys.exit(exit_code)

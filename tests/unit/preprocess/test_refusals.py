@@ -80,7 +80,8 @@ def test_a_refusal_is_one_line_and_failure_json(tmp_path: Path) -> None:
     assert code == 2
     assert "images has only the class 'only'" in text
     failure = json.loads((output / "failure.json").read_text())
-    assert failure == {**failure, "step": "preprocess", "message": text, "exit_code": 2}
+    assert failure == {**failure, "step": "preprocess", "exit_code": 2}
+    assert f"{failure['message']} [{failure['code']}]" == text
     assert [path.name for path in output.iterdir()] == ["failure.json"]
 
 
