@@ -10,7 +10,6 @@ from components.common.contracts.manifests import BundleManifest
 from components.common.data.evaluation import most_likely
 from components.common.tasks.answers import Answer, Answers, View, answers_of
 from components.common.tasks.pictures import palette
-from components.common.tasks.segmentation.answers import MIN_AREA
 
 
 class FrameAnswers:
@@ -20,7 +19,7 @@ class FrameAnswers:
         self.classes = bundle.classes
         self.shows_one = bundle.task == "classification"  # class in a frame
         self._task = _of_classes(config.top_k) if self.shows_one else answers_of(bundle.task)
-        self._least = max(config.min_probability, MIN_AREA if bundle.task == "segmentation" else 0.0)
+        self._least = max(config.min_probability, self._task.least)
         self._transform = bundle.image_transform
 
     def answer(self, output: np.ndarray, size: tuple[int, int]) -> Answer:

@@ -63,6 +63,8 @@ class Answers:
     """The answer in a few words."""
     colour_of: Callable[[int], int]
     """From the number of a class to that of its colour in `palette`."""
+    least: float = 0.0
+    """The second of `scored` from which on a class counts as shown."""
 
 
 def answers_of(task: str) -> Answers:

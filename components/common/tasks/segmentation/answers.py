@@ -11,7 +11,7 @@ from components.common.data.image_files import open_image
 from components.common.tasks.answers import Answer, Answers, View
 from components.common.tasks.pictures import coloured, palette, write_name
 
-MIN_AREA = 0.01  # of a mask, from which on a class counts as shown
+_MIN_AREA = 0.01  # of a mask, from which on a class counts as shown
 _MOST_NAMED = 4  # in a summary
 _OPACITY = 0.55
 _MAX_SIDE = 8192  # px
@@ -53,7 +53,7 @@ def _drawn(image: Image.Image, answer: Answer) -> Image.Image:
     draw, colours = ImageDraw.Draw(picture), palette()
     order = np.argsort(-np.bincount(mask.ravel()), kind="stable").tolist()  # of the classes in the answer
     for index, name, share in zip(order, answer["classes"], answer["shares"], strict=False):
-        if share >= MIN_AREA:  # in the middle of its middle row
+        if share >= _MIN_AREA:  # in the middle of its middle row
             rows, columns = np.nonzero(mask == index)
             row = rows[len(rows) // 2]
             column = np.median(columns[rows == row])
@@ -74,4 +74,5 @@ ANSWERS = Answers(
     drawn=_drawn,
     summary=_summary,
     colour_of=lambda label: label,
+    least=_MIN_AREA,
 )

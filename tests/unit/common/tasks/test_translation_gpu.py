@@ -62,7 +62,6 @@ def test_greedy_on_the_device_is_the_search_outside(network: GpuNetwork) -> None
         expected = search(WithoutGreedy(network), padded(sources), beam_size=1, max_tokens=MAX_TOKENS)
         assert found == expected
     assert any(found)
-    assert len({len(each) for each in found}) >= 1
 
 
 def test_beams_keep_their_state_on_the_device(network: GpuNetwork) -> None:
