@@ -19,6 +19,7 @@ from components.preprocess.sources import Sample, Storage, Unreadable, read_samp
 _LABEL_WIDTH = 6  # digits of a .cls member; DALI needs labels of one length to batch them
 _TOLERANCE = 1.0  # px by which boxes may reach out of the image, as where pixels are counted from 1
 _MIN_SIDE = 0.5  # px of a box
+_MAX_OBJECTS = 10_000  # of an image: a batch is as large as its fullest image, in training as in memory
 _MAX_REASON = 200
 _Mask = tuple[np.ndarray, int, list[tuple[str, str, bool]]]  # [H, W] uint8, number of classes, and what is wrong
 _NO_OBJECT = (0.0, 0.0, 0.0, 0.0, -1.0, 0.0)
@@ -46,44 +47,54 @@ def _pack_boxes(sample: Sample, size: tuple[int, int], packed: tuple[int, int], 
     Raises:
         Rejected: the annotations are of an image of another size.
     """
-    found, _ = _annotations(sample, size)
+    found, rows, _ = _annotations(sample, size)
     sides = np.array([*size, *size], np.float64)
-    rows, refused = [], [(name, reason, kept) for name, reason, kept in found.get("refused", ())]
-    for name, *corners, label, ignored in found.get("rows", ()):
-        box = np.array(corners, np.float64) * (sides if found["relative"] else 1)
-        inside = np.clip(box, 0, sides)
-        if (box[2:] - box[:2] <= 0).any():
-            refused.append((name, f"a box of no size: {_text(box)}", False))
-        elif (inside[2:] - inside[:2] < _MIN_SIDE).any():
-            what = "outside of the image" if (inside[2:] <= inside[:2]).any() else "of less than half a pixel within it"
-            refused.append((name, f"a box {what}: {_text(box)} of {size[0]}x{size[1]}", False))
+    boxes = rows[:, :4] * (sides if found["relative"] else 1)
+    inside = np.clip(boxes, 0, sides)
+    lengths, shown = boxes[:, 2:] - boxes[:, :2], inside[:, 2:] - inside[:, :2]  # [n, 2]
+    is_kept: np.ndarray = (lengths.min(axis=1) > 0) & (shown.min(axis=1) >= _MIN_SIDE)
+    is_cut = np.abs(boxes - inside).max(axis=1) > _TOLERANCE
+    refused = [(name, reason, kept) for name, reason, kept in found["refused"]]
+    for place in np.flatnonzero(~is_kept | is_cut).tolist():
+        text = _text(boxes[place])
+        if is_kept[place]:
+            what = f"partly outside of the image, cut at its edge: {text}"
+        elif (lengths[place] <= 0).any():
+            what = f"of no size: {text}"
         else:
-            if np.abs(box - inside).max() > _TOLERANCE:
-                refused.append((name, f"a box partly outside of the image, cut at its edge: {_text(box)}", True))
-            scale = np.tile(np.array(packed) / size, 2)
-            rows.append((*(inside * scale).tolist(), float(label), float(ignored)))
-    array = np.array(rows or [_NO_OBJECT], "<f4")
-    objects = [[round(value, 2) for value in row] for row in array.tolist()] if rows else []
-    largest = max(rows, key=lambda row: (row[2] - row[0]) * (row[3] - row[1]), default=_NO_OBJECT)
-    entry = {"label": max(0, int(largest[4])), "objects": objects}
+            what = "outside of the image" if (shown[place] <= 0).any() else "of less than half a pixel within it"
+            what += f": {text} of {size[0]}x{size[1]}"
+        refused.append((found["names"][place], f"a box {what}", bool(is_kept[place])))
+    kept = np.column_stack([inside * np.tile(np.array(packed) / size, 2), rows[:, 4:]])[is_kept]
+    array = (kept if len(kept) else np.array([_NO_OBJECT])).astype("<f4")
+    areas = (array[:, 2] - array[:, 0]) * (array[:, 3] - array[:, 1])
+    entry = {
+        "label": max(0, int(array[areas.argmax(), 4])),
+        "objects": array.astype(np.float64).round(2).tolist() if len(kept) else [],
+    }
     return PackedLabel(data=array.tobytes(), entry=entry, refused=refused)
 
 
-def _annotations(sample: Sample, size: tuple[int, int]) -> tuple[dict[str, Any], list[bytes]]:
-    """The source's annotations of an image, and the outlines of its objects.
+def _annotations(sample: Sample, size: tuple[int, int]) -> tuple[dict[str, Any], np.ndarray, list[bytes]]:
+    """The source's annotations of an image, their boxes ([n, 6] float64) and the outlines of its objects.
+
+    See Annotated.encoded.
 
     Raises:
-        Rejected: it is of an image of another size.
+        Rejected: it is of an image of another size, or has too many objects.
     """
-    head, _, rest = (sample.annotation or b"{}").partition(b"\n")
+    head, _, rest = (sample.annotation or b"").partition(b"\n")
     found: dict[str, Any] = json.loads(head)
-    named = found.get("size")
+    if (number := len(found["names"])) > _MAX_OBJECTS:
+        raise Rejected(f"{number:,} objects, and an image may have {_MAX_OBJECTS:,}; cut it into tiles")
+    named = found["size"]
     if named is not None and tuple(named) != size:
         raise Rejected(
             f"annotated at another size: objects in {named[0]}x{named[1]} pixels, an image of {size[0]}x{size[1]}"
         )
-    ends = list(accumulate(found.get("outlines", ()), initial=0))
-    return found, [rest[start:end] for start, end in pairwise(ends)]
+    rows = np.frombuffer(rest, "<f8", 6 * number).reshape(-1, 6)
+    ends = accumulate(found["outlines"], initial=rows.nbytes)
+    return found, rows, [rest[start:end] for start, end in pairwise(ends)]
 
 
 def _text(box: np.ndarray) -> str:
@@ -134,16 +145,16 @@ def _read_mask(sample: Sample, size: tuple[int, int], storage: Storage) -> _Mask
 
 def _drawn_mask(sample: Sample, size: tuple[int, int]) -> _Mask:
     """Draw the mask of outlines."""
-    found, outlines = _annotations(sample, size)
-    refused = [(name, reason, kept) for name, reason, kept in found.get("refused", ())]
+    found, rows, outlines = _annotations(sample, size)
+    refused = [(name, reason, kept) for name, reason, kept in found["refused"]]
     mask = np.zeros(size[::-1], np.uint8)  # the class of what is no object
-    for (name, *_, label, _), outline in zip(found.get("rows", ()), outlines, strict=True):
+    for name, label, outline in zip(found["names"], rows[:, 4].astype(int).tolist(), outlines, strict=True):
         try:
-            pixels = outline_of(outline, size)
+            region, pixels = outline_of(outline, size)
         except (ValueError, TypeError, OverflowError) as error:
             refused.append((name, f"no outline: {str(error)[:_MAX_REASON]}", False))
             continue
-        paint(mask, label, pixels)
+        paint(mask[region], label, pixels)
         if not pixels.any():
             refused.append((name, "no pixel of the image is in it", False))
     return mask, VOID, refused

@@ -166,8 +166,7 @@ class IssueFinder:
             labels = [int(row[4]) for row in entry["objects"]]
         elif "shares" in entry:
             labels = [label for label, _ in entry["shares"]]
-        for label in labels:
-            self._counts[split][label] += times
+        np.add.at(self._counts[split], labels, times)
         self._num_annotations += times * (1 if "shares" in entry else len(labels))
 
     def leave_out(self, entries: Mapping[int, Mapping[str, Any]]) -> None:

@@ -19,8 +19,14 @@ def packed_outline(outline: Any) -> bytes:
     return zlib.compress(json.dumps(outline).encode(), 1) if isinstance(outline, list | dict) and outline else b""
 
 
-def outline_of(packed: bytes, size: tuple[int, int]) -> np.ndarray:
-    """Pixels of an object, [H, W] bool, of an image of this width and height.
+Region = tuple[slice, slice]  # rows and columns
+
+
+def outline_of(packed: bytes, size: tuple[int, int]) -> tuple[Region, np.ndarray]:
+    """Find the pixels of an object in an image of this width and height.
+
+    Returns:
+        The part of the image that it is in, and whether each of the part's pixels is the object's: [h, w] bool.
 
     Raises:
         ValueError, TypeError, OverflowError: it is neither polygons nor run lengths of such an image.
@@ -28,14 +34,21 @@ def outline_of(packed: bytes, size: tuple[int, int]) -> np.ndarray:
     outline = json.loads(zlib.decompress(packed))
     width, height = size
     if isinstance(outline, Mapping):
-        return _of_runs(outline, width, height)
-    found = np.zeros((height, width), bool)
+        return (slice(height), slice(width)), _of_runs(outline, width, height)
+    polygons = []
     for polygon in outline:
         corners = np.array(polygon, np.float64)
         if corners.ndim != 1 or len(corners) < 6 or len(corners) % 2 or not (np.abs(corners) < _MAX_CORNER).all():
             raise ValueError("a polygon that is no list of three corners or more")
-        found |= _filled(corners.reshape(-1, 2), width, height)
-    return found
+        polygons.append(corners.reshape(-1, 2))
+    every = np.concatenate(polygons)
+    edges = np.floor(every.min(axis=0)), np.ceil(every.max(axis=0))
+    (left, top), (right, bottom) = (np.clip(edge, 0, size).astype(int).tolist() for edge in edges)
+    region = slice(top, bottom), slice(left, right)
+    found = np.zeros((bottom - top, right - left), bool)
+    for corners in polygons:
+        found |= _filled(corners, *region)
+    return region, found
 
 
 def paint(mask: np.ndarray, label: int, pixels: np.ndarray) -> None:
@@ -43,14 +56,22 @@ def paint(mask: np.ndarray, label: int, pixels: np.ndarray) -> None:
 
     Source of the rule for overlaps: torchvision's references/segmentation.
     """
-    mask[pixels] = np.where(np.isin(mask[pixels], (0, label)), label, VOID)
+    own = mask[pixels]
+    mask[pixels] = np.where((own == 0) | (own == label), label, VOID)
 
 
-def _filled(corners: np.ndarray, width: int, height: int) -> np.ndarray:
-    """[H, W] bool: pixels whose centre is in a polygon, by even and odd crossings. corners: [P, 2] x, y."""
+def _filled(corners: np.ndarray, rows_of: slice, columns_of: slice) -> np.ndarray:
+    """[h, w] bool: pixels of a region whose centre is in a polygon, by even and odd crossings.
+
+    Args:
+        corners: [P, 2] x, y.
+        rows_of: of the region.
+        columns_of: of the region.
+    """
     ends = np.roll(corners, -1, axis=0)
     upper, lower = (
-        np.clip(np.ceil(edge(corners[:, 1], ends[:, 1]) - 0.5), 0, height) for edge in (np.minimum, np.maximum)
+        np.clip(np.ceil(edge(corners[:, 1], ends[:, 1]) - 0.5), rows_of.start, rows_of.stop)
+        for edge in (np.minimum, np.maximum)
     )
     counts = (lower - upper).astype(np.int64)  # rows whose centres an edge crosses
     if counts.sum() > _MAX_CROSSINGS:
@@ -59,8 +80,10 @@ def _filled(corners: np.ndarray, width: int, height: int) -> np.ndarray:
     rows = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + upper[edges].astype(np.int64)
     slopes = (ends[edges, 0] - corners[edges, 0]) / (ends[edges, 1] - corners[edges, 1])
     x = corners[edges, 0] + (rows + 0.5 - corners[edges, 1]) * slopes
-    columns = np.clip(np.ceil(x - 0.5), 0, width).astype(np.int64)
-    flips = np.bincount(rows * (width + 1) + columns, minlength=height * (width + 1)).reshape(height, width + 1)
+    columns = np.clip(np.ceil(x - 0.5), columns_of.start, columns_of.stop).astype(np.int64) - columns_of.start
+    height, width = rows_of.stop - rows_of.start, columns_of.stop - columns_of.start + 1
+    places = (rows - rows_of.start) * width + columns
+    flips = np.bincount(places, minlength=height * width).reshape(height, width)
     inside: np.ndarray = flips.cumsum(axis=1)[:, :-1] % 2 == 1
     return inside
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeGuard
 from xml.etree import ElementTree
 
 import numpy as np
@@ -46,6 +46,8 @@ _MAX_OBJECTS = 20_000_000
 _MAX_UNNAMED = 10_000  # classes
 _MAX_KEY = 1 << 62
 _NO_BOX = (math.nan,) * 4
+_NUMBERS = frozenset((int, float))
+_MAX_NUMBER = 1e9
 _NO_PLACES = np.empty(0, np.int64)
 _MAX_XML_BYTES = 1 << 22
 _MAX_REASON = 200
@@ -71,18 +73,21 @@ class Annotated:
     def encoded(self, labels: Mapping[Any, int]) -> bytes:
         """The annotations that travel with the sample, with labels in place of names; unknown classes are refused.
 
-        A line of JSON, then the outlines, whose lengths it names.
+        A line of JSON, then little-endian float64 [names, 6]: x1, y1, x2, y2, label, 1 if ignored; then the outlines,
+        whose lengths the line names.
         """
-        rows, refused, outlines = [], list(self.refused), []
+        names, rows, refused, outlines = [], [], list(self.refused), []
         for place, (name, *box, kind, ignored) in enumerate(self.objects):
             if kind in labels:
-                rows.append([name, *box, labels[kind], ignored])
+                names.append(name)
+                rows.append((*box, labels[kind], ignored))
                 outlines += self.outlines[place : place + 1]
             else:
                 refused.append((name, f"unknown class: {_short(kind)}", False))
         lengths = [len(outline) for outline in outlines]
-        content = {"size": self.size, "relative": self.relative, "rows": rows, "refused": refused, "outlines": lengths}
-        return b"\n".join([json.dumps(content).encode(), b"".join(outlines)])
+        content = {"size": self.size, "relative": self.relative, "names": names, "refused": refused}
+        line = json.dumps({**content, "outlines": lengths}).encode()
+        return b"".join([line, b"\n", np.array(rows, "<f8").tobytes(), *outlines])
 
 
 class Encodable(Protocol):
@@ -245,8 +250,7 @@ class _CocoObjects:
     def add(self, entry: Mapping[str, Any]) -> None:
         """Take an annotation."""
         box, image, kind = entry.get("bbox"), entry.get("image_id"), entry.get("category_id")
-        is_box = isinstance(box, list) and len(box) == 4 and all(map(_is_number, box))
-        self._boxes.extend(box if is_box else _NO_BOX)  # type: ignore[arg-type]
+        self._boxes.extend(box if _is_box(box) else _NO_BOX)
         image = image if isinstance(image, int | str) else None
         kind = kind if isinstance(kind, int | str) else str(kind)
         self._keys.extend(map(self._number, (entry.get("id"), image, kind)))
@@ -276,17 +280,17 @@ class _CocoObjects:
 
     def annotated(self, places: np.ndarray, firsts: Mapping[int, int], size: tuple[int, int] | None) -> Annotated:
         """Those of an image."""
-        found = Annotated(size=size)
-        for place in places.tolist():
-            number, _, kind = self._table[place].tolist()
+        found, seen = Annotated(size=size), set()
+        keys, boxes = self._table[places].tolist(), np.frombuffer(self._boxes).reshape(-1, 4)[places].tolist()
+        for place, (number, _, kind), (x, y, width, height) in zip(places.tolist(), keys, boxes, strict=True):
             name = f"annotation {_short(self._key(number))}"
-            if (first := firsts.get(number, place)) != place:
-                is_same = self._content(first) == self._content(place)
-                what = "listed twice" if is_same else "its id is that of another annotation; both are kept"
-                found.refused.append((name, what, not is_same))
-                if is_same:
+            if number in firsts:
+                if (content := self._content(place)) in seen:
+                    found.refused.append((name, "listed twice", False))
                     continue
-            x, y, width, height = self._boxes[4 * place : 4 * place + 4]
+                seen.add(content)
+                if firsts[number] != place:
+                    found.refused.append((name, "its id is that of another annotation; both are kept", True))
             outline = self._outlines[place] if self._outlines is not None else None
             if outline is None and math.isnan(x):
                 found.refused.append((name, "no box of four numbers", False))
@@ -348,12 +352,9 @@ class _CocoFile:
 def _coco_file(tree: Tree, path: str, with_outlines: bool) -> _CocoFile | None:
     """Read a file; None for JSON of another kind. Objects without boxes, as in captions, are refused one by one."""
     where, content = shown(tree.name, path), _CocoFile(objects=_CocoObjects(with_outlines))
-    kinds = set()
+    kinds: set[str] = set()
     with tree.open(path) as file:
-        for kind, entry in json_arrays(file, where, ("images", "annotations", "categories")):
-            kinds.add(kind)
-            if entry is None:  # the array begins
-                continue
+        for kind, entry in _entries(file, where, kinds):
             if not isinstance(entry, dict):
                 raise _no_coco(where, f"{kind} holds {_short(entry)}")
             if not isinstance(entry.get("id", 0), int | str):
@@ -384,6 +385,14 @@ def _coco_file(tree: Tree, path: str, with_outlines: bool) -> _CocoFile | None:
                         code="annotations-too-large",
                     )
     return content if {"images", "annotations"} <= kinds else None
+
+
+def _entries(file: BinaryIO, where: str, kinds: set[str]) -> Iterator[tuple[str, Any]]:
+    """Each element of the arrays of a file, with the name of its array; `kinds` gets those of all."""
+    for kind, entries in json_arrays(file, where, ("images", "annotations", "categories")):
+        kinds.add(kind)
+        for entry in entries:
+            yield kind, entry
 
 
 def _no_coco(where: str, reason: str) -> UserError:
@@ -645,8 +654,13 @@ def _unnamed(
     }
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e9 and math.isfinite(value)
+def _is_box(value: Any) -> TypeGuard[list[float]]:
+    return (
+        isinstance(value, list)
+        and len(value) == 4
+        and _NUMBERS.issuperset(map(type, value))
+        and all(-_MAX_NUMBER < each < _MAX_NUMBER for each in value)  # not of NaN
+    )
 
 
 def _number(text: str) -> float | None:
@@ -654,7 +668,7 @@ def _number(text: str) -> float | None:
         value = float(text)
     except ValueError:
         return None
-    return value if _is_number(value) else None
+    return value if -_MAX_NUMBER < value < _MAX_NUMBER else None
 
 
 def _example(refused: Mapping[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
@@ -9,14 +10,16 @@ from components.common.contracts.errors import UserError
 
 _MAX_ELEMENT = 1 << 26  # characters of one element
 _CHUNK_BYTES = 1 << 20
+_BETWEEN = re.compile(r"\}\s*,\s*\{")  # elements that are objects
+_TAIL = 1 << 14  # characters in which the last whole element of a chunk ends, mostly
 _MAX_REASON = 200
 
 
-def json_arrays(file: BinaryIO, where: str, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Elements of some arrays of a JSON object, one at a time: a file of any size in little memory.
+def json_arrays(file: BinaryIO, where: str, names: Iterable[str]) -> Iterator[tuple[str, list[Any]]]:
+    """Elements of some arrays of a JSON object, some at a time: a file of any size in little memory.
 
     Yields:
-        Name of an array and None where it begins, then the name and each element.
+        Name of an array and no element where it begins, then the name and its next elements.
 
     Raises:
         UserError: it is empty or no JSON, or an element is too large.
@@ -31,11 +34,11 @@ def json_arrays(file: BinaryIO, where: str, names: Iterable[str]) -> Iterator[tu
         name = stream.value()
         stream.take(":")
         if stream.peek() == "[" and name in wanted:
-            yield name, None
+            yield name, []
             is_of_kind = True
             separator = stream.take("[")
             while separator != "]" and stream.peek() != "]":
-                yield name, stream.value()
+                yield name, stream.values()
                 separator = stream.take(",]")
             if separator != "]":
                 stream.take("]")
@@ -55,6 +58,7 @@ class _JsonStream:
         self._file, self._where = file, where
         self._decode = codecs.getincrementaldecoder("utf-8-sig")().decode
         self._text, self._at, self._ended = "", 0, False
+        self._is_fresh = False  # text was added since `values` looked for whole elements in it
         self._decoder = json.JSONDecoder(parse_constant=lambda name: float(name.replace("Infinity", "inf")))
 
     def peek(self) -> str:
@@ -72,6 +76,20 @@ class _JsonStream:
             raise self.damaged(f"{found!r} where one of {allowed!r} was expected" if found else "it ends too early")
         self._at += 1
         return found
+
+    def values(self) -> list[Any]:
+        """Move behind the next element of an array, and behind those after it that are at hand; return them."""
+        start = max(self._at, len(self._text) - _TAIL)
+        ends = [match.start() + 1 for match in _BETWEEN.finditer(self._text, start)] if self._is_fresh else []
+        self._is_fresh = False
+        if ends:
+            try:
+                found: list[Any] = self._decoder.decode(f"[{self._text[self._at : ends[-1]]}]")
+            except (ValueError, RecursionError):  # it ends within an element, or behind the array
+                return [self.value()]
+            self._at = ends[-1]
+            return found
+        return [self.value()]
 
     def value(self) -> Any:
         """Move behind the next value and return it."""
@@ -102,7 +120,7 @@ class _JsonStream:
             text = self._decode(data, final=self._ended)
         except UnicodeDecodeError as error:
             raise self.damaged(f"not UTF-8: {error.reason}") from None
-        self._text, self._at = self._text[self._at :] + text, 0
+        self._text, self._at, self._is_fresh = self._text[self._at :] + text, 0, True
         return bool(data)
 
     def damaged(self, reason: str) -> UserError:

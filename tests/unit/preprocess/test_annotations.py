@@ -194,6 +194,7 @@ def test_bad_annotations_of_coco_are_counted_named_and_the_rest_is_kept(tmp_path
         {"id": 97, "image_id": 1, "category_id": 11, "bbox": [1, 1, 9, 9]},
         {"id": 97, "image_id": 1, "category_id": 11, "bbox": [1, 1, 9, 9]},
         {"id": 97, "image_id": 1, "category_id": 11, "bbox": [2, 2, 9, 9]},
+        {"id": 97, "image_id": 1, "category_id": 11, "bbox": [2, 2, 9, 9]},
         {"id": 98, "image_id": 1, "category_id": 10, "bbox": [3, 3, 9, 9], "iscrowd": 1},
     ]
     content["annotations"] += [{"iscrowd": 0, **each} for each in bad]
@@ -214,10 +215,11 @@ def test_bad_annotations_of_coco_are_counted_named_and_the_rest_is_kept(tmp_path
             ("b", "no box of four numbers", False),
             ("b", "a box partly outside of the image, cut at its edge", True),
             ("b", "listed twice", False),
+            ("b", "listed twice", False),
             ("b", "its id is that of another annotation; both are kept", True),
         ]
     )
-    assert dataset.manifest.num_rejected_annotations == 6
+    assert dataset.manifest.num_rejected_annotations == 7
     assert objects(dataset)["b"] == [
         [60, 40, 64, 44, 0, 0],
         [1, 1, 10, 10, 1, 0],
@@ -234,7 +236,7 @@ def test_bad_annotations_of_coco_are_counted_named_and_the_rest_is_kept(tmp_path
         "annotations.json: image 77": "annotations of an image that the file does not list",
     }
     card = dataset.file("data_card.html").read_text(encoding="utf-8")
-    assert "Something is wrong with 8 of" in card
+    assert "Something is wrong with 9 of" in card
     for name in ("one", "two", "unnamed", "small"):
         (folder / f"{name}.png").unlink()
     content["images"] = content["images"][:3]
@@ -455,7 +457,19 @@ def test_names_of_yolo_that_do_not_number_the_classes_are_refused(names: str, tm
         packed(tmp_path / "data", tmp_path / "x")
 
 
-def test_a_file_is_read_piece_by_piece() -> None:
+def test_an_image_with_more_objects_than_a_batch_holds_is_named(tmp_path: Path) -> None:
+    write_yolo(tmp_path / "data")
+    (tmp_path / "data" / "labels" / "train" / "a.txt").write_text("0 0.5 0.5 0.25 0.5\n" * 10_001, encoding="utf-8")
+    dataset = packed(tmp_path / "data", tmp_path / "x", max_bad_fraction=0.9)
+    assert list(rejected(dataset.path).values()) == ["10,001 objects, and an image may have 10,000; cut it into tiles"]
+    assert objects(dataset).keys() == {"b", "c", "d"}
+
+
+@pytest.mark.parametrize(
+    ("own", "most"),
+    [({"name": "é"}, 100), ({"name": "}, {"}, 4001), ({"keypoints": [{"x": 1}, {"x": 2}, {"x": 3}]}, 4001)],
+)
+def test_a_file_is_read_piece_by_piece(own: dict[str, Any], most: int) -> None:
     """Of a file of gigabytes only a piece is in memory: the reader never asks for more than a few at once."""
 
     class Counted(io.BytesIO):
@@ -466,9 +480,11 @@ def test_a_file_is_read_piece_by_piece() -> None:
             Counted.largest = max(Counted.largest, size)
             return super().read(size)
 
-    entry = {"id": 123456, "segmentation": [[1.5] * 400], "name": "é"}
+    entry = {"id": 123456, "segmentation": [[1.5] * 400], **own}
     text = '{"x": {"annotations": []}, "annotations": [' + ",\n".join([json.dumps(entry)] * 4000) + "]}"
     assert len(text) > 5 << 20
     found = list(json_arrays(Counted(text.encode()), "it", ["annotations"]))
-    assert found == [("annotations", None), *[("annotations", entry)] * 4000]
+    assert [entry for _, entries in found for entry in entries] == [entry] * 4000
+    assert {name for name, _ in found} == {"annotations"}
+    assert len(found) <= most
     assert Counted.largest <= 1 << 21
