@@ -16,9 +16,8 @@ from components.common.contracts.environment import keep_streams_apart
 from components.common.contracts.manifests import BundleManifest, DatasetManifest, load
 from components.common.data.corruptions import CORRUPTIONS
 from components.common.process.steplog import StepLog
-from components.common.runtimes.selection import select_runtimes
 from components.validate.config import ValidateConfig
-from components.validate.run import corrupted_rows, predict_validation
+from components.validate.run import corrupted_rows, open_places, predict_validation
 
 
 @click.command()
@@ -31,11 +30,11 @@ def main(bundle: Path, dataset: Path, machine: str, turns: int, results: Path) -
     keep_streams_apart()
     models, data = load(bundle, BundleManifest), load(dataset, DatasetManifest)
     config, log = ValidateConfig(corruptions=True), StepLog("validate")
-    selections = select_runtimes(models, config.runtime)
+    places = open_places(config, models, data.manifest.splits["val"].num_images, max_gpus=1)
     seconds = []
     for turn in range(turns + 1):
         started = time.perf_counter()
-        found = predict_validation(config, selections, models, data, log, max_gpus=1, corruptions=CORRUPTIONS)
+        found = predict_validation(config, places, models, data, log, corruptions=CORRUPTIONS)
         if turn:
             seconds.append(time.perf_counter() - started)
             print(f"{seconds[-1]:.2f} s", flush=True)

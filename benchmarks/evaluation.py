@@ -7,6 +7,7 @@ Runs once per number of GPUs: one, two, four, as many as there are.
 
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from components.common.contracts.environment import keep_streams_apart
 from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, load
 from components.common.data.loader import Loader
 from components.common.process.steplog import StepLog
-from components.common.runtimes.selection import RuntimeSelection, select_runtimes
+from components.common.runtimes.selection import RuntimeSelection
 from components.validate.config import ValidateConfig
-from components.validate.run import gpus_alike, predict_validation
+from components.validate.run import Place, gpus_alike, open_places, predict_validation
 
 _TURNS = 3
 
@@ -35,13 +36,13 @@ def main(bundle: Path, dataset: Path, machine: str, results: Path) -> None:
     models, data = load(bundle, BundleManifest), load(dataset, DatasetManifest)
     config, log = ValidateConfig(), StepLog("validate")
     num_images = data.manifest.splits["val"].num_images
-    selections = select_runtimes(models, config.runtime)
-    _evaluate(config, selections, models, data, log)  # the first one opens files and warms the GPU up
+    (one,) = open_places(config, models, num_images, max_gpus=1)
+    _evaluate(config, [one], models, data, log)  # the first one opens files and warms the GPU up
     turns: dict[str, list[float]] = {"loader": [], "engines": [], "evaluation": []}
     for _ in range(_TURNS):
         turns["loader"].append(_loader_s(models, data))
-        turns["engines"].append(_engines_s(selections, models, num_images))
-        turns["evaluation"].append(_evaluate(config, selections, models, data, log, num_gpus=1))
+        turns["engines"].append(_engines_s(one.selections, models, num_images))
+        turns["evaluation"].append(_evaluate(config, [one], models, data, log))
         print({name: round(values[-1], 2) for name, values in turns.items()}, flush=True)
     seconds = {name: statistics.median(values) for name, values in turns.items()}
     measures = {f"{name}_seconds": value for name, value in seconds.items()}
@@ -49,22 +50,26 @@ def main(bundle: Path, dataset: Path, machine: str, results: Path) -> None:
     measures["num_images"] = float(num_images)
     runs: list[Any] = [turns]
     if len(gpus_alike()) > 1:
+        one.close()
         several, opening = [], []
         for _ in range(_TURNS):
-            several.append(_evaluate(config, selections, models, data, log))
-            opening.append(_opening_s(config, models, gpus_alike()[1]))
-        measures["opening_seconds"] = statistics.median(opening)
+            places, opening_s = _opened(config, models, num_images)
+            several.append(_evaluate(config, places, models, data, log))
+            for place in places:
+                place.close()
+            opening.append({"one GPU": _opened(config, models, num_images, close=True)[1], "all GPUs": opening_s})
+        measures["opening_seconds"] = statistics.median(times["one GPU"] for times in opening)
+        measures["opening_seconds_all_gpus"] = statistics.median(times["all GPUs"] for times in opening)
         measures["num_gpus"] = float(len(gpus_alike()))
         measures["evaluation_seconds_all_gpus"] = statistics.median(several)
         measures["one_gpu_over_all_gpus"] = seconds["evaluation"] / measures["evaluation_seconds_all_gpus"]
         runs.append({"evaluation on all GPUs": several, "opening": opening})
-    precisions = ", ".join(selection.precision for selection in selections if selection.runner is not None)
+    precisions = ", ".join(selection.precision for selection in one.selections if selection.runner is not None)
     notes = (
         f"{models.manifest.architecture} at {models.manifest.shapes.height} px, {precisions}, from shards to "
         "predictions. Loader: the same batches, decoded and thrown away. Engines: all images at the throughput of the "
         f"largest batch, copies included, summed over the precisions. Medians of {_TURNS} turns, one after the other. "
-        "On several GPUs evaluation opens the engines of the others, which is in its seconds, and opening alone is the "
-        "time of one of them."
+        "Engines are open before; opening them, on one GPU and on all at the same time, is measured by itself."
     )
     write_result(
         machine,
@@ -85,7 +90,7 @@ def _loader_s(models: Artifact[BundleManifest], data: Artifact[DatasetManifest])
     return time.perf_counter() - started
 
 
-def _engines_s(selections: list[RuntimeSelection], models: Artifact[BundleManifest], num_images: int) -> float:
+def _engines_s(selections: Sequence[RuntimeSelection], models: Artifact[BundleManifest], num_images: int) -> float:
     batch_size, seconds = models.manifest.shapes.max_batch, 0.0
     for selection in selections:
         if selection.runner is not None:
@@ -94,25 +99,27 @@ def _engines_s(selections: list[RuntimeSelection], models: Artifact[BundleManife
     return seconds
 
 
-def _opening_s(config: ValidateConfig, models: Artifact[BundleManifest], gpu: int) -> float:
+def _opened(
+    config: ValidateConfig, models: Artifact[BundleManifest], num_images: int, *, close: bool = False
+) -> tuple[list[Place], float]:
+    """All places and the seconds until they were open; or those of one, closed again."""
     started = time.perf_counter()
-    with torch.cuda.device(gpu):
-        for selection in select_runtimes(models, config.runtime):
-            if selection.runner is not None:
-                selection.runner.close()
-    return time.perf_counter() - started
+    places = open_places(config, models, num_images, max_gpus=1 if close else 0)
+    seconds = time.perf_counter() - started
+    for place in places if close else ():
+        place.close()
+    return places, seconds
 
 
 def _evaluate(
     config: ValidateConfig,
-    selections: list[RuntimeSelection],
+    places: list[Place],
     models: Artifact[BundleManifest],
     data: Artifact[DatasetManifest],
     log: StepLog,
-    num_gpus: int = 0,
 ) -> float:
     started = time.perf_counter()
-    predict_validation(config, selections, models, data, log, max_gpus=num_gpus)
+    predict_validation(config, places, models, data, log)
     return time.perf_counter() - started
 
 

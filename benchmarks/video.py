@@ -22,6 +22,7 @@ import av
 import click
 import numpy as np
 import psutil
+import torch
 from PIL import ImageOps
 
 from benchmarks.results import RESULTS, write_result
@@ -70,12 +71,12 @@ def textures(num_frames: int) -> Iterator[np.ndarray]:
         yield np.ascontiguousarray(wide[:, shift : shift + 1280])  # wide: [720, 2560, 3]
 
 
-def decode_rate(folder: Path, decoder: Decoder, read: Callable[[OpenVideo], Iterator[Any]]) -> float:
+def decode_rate(folder: Path, decoder: Decoder, read: Callable[[OpenVideo], Iterator[Any]], on_gpu: bool) -> float:
     """Frames/s of `read` alone, by as many threads as analyze has."""
     sources = find_videos((str(folder),))
 
     def count(index: int) -> int:
-        video = OpenVideo(sources[index], decoder=decoder, read_timeout_s=10.0)
+        video = OpenVideo(sources[index], decoder=decoder, read_timeout_s=10.0, on_gpu=on_gpu)
         try:
             return sum(1 for _ in read(video))
         finally:
@@ -104,7 +105,10 @@ def speed(
     batch_size = min(_BATCH_SIZE, models.manifest.image_shapes.max_batch)
     device_id = 0 if runs_plans(runner.runtime) else None
     transform = FrameBatches(models.manifest.image_transform, batch_size, device_id)
-    still = list(textures(batch_size))
+    on_gpu = device_id is not None
+    still: list[Any] = list(textures(batch_size))
+    if on_gpu:
+        still = [torch.from_numpy(each).cuda() for each in still]
     images = transform.transform(still)
     alone = {
         "transform": call_rate(lambda: transform.transform(still), batch_size),
@@ -112,8 +116,8 @@ def speed(
     }
     rates: dict[str, Any] = dict(alone)
     for decoder in decoders:
-        decoded = decode_rate(folder, decoder, OpenVideo.decoded)
-        pixels = decode_rate(folder, decoder, OpenVideo.frames)
+        decoded = decode_rate(folder, decoder, OpenVideo.decoded, on_gpu)
+        pixels = decode_rate(folder, decoder, OpenVideo.frames, on_gpu)
         analyzed = analyzed_by(decoder, models, folder, output / decoder, batch_size=batch_size).manifest.frames_per_s
         # Of the time that a frame takes until it is there in RGB, the larger part.
         reading = "decoder" if 1 / decoded > 1 / pixels - 1 / decoded else "conversion to RGB"
@@ -202,10 +206,11 @@ def _named(models: Artifact[BundleManifest], answer: Mapping[str, Any]) -> list[
 
 
 def _frames(video: Path, decoder: Decoder) -> Iterator[np.ndarray]:
-    opened = OpenVideo(*find_videos((str(video),)), decoder=decoder, read_timeout_s=10.0)
+    sources = find_videos((str(video),))
+    opened = OpenVideo(*sources, decoder=decoder, read_timeout_s=10.0, on_gpu=decoder == "cuda")
     try:
         for frame in opened.frames():
-            yield frame.pixels
+            yield frame.array()
     finally:
         opened.close()
 
@@ -270,9 +275,9 @@ def main(
         runs=runs,
         notes=f"{models.manifest.architecture} at {models.manifest.image_transform.crop_size} px in INT8 by "
         f"{selected.runner.runtime}; {streams} files of {frames} frames, H.264 720p. The slowest part by decoder: "
-        f"{limits}. decoder: decoded frames in the host's memory; pixels: the same in RGB; transform: from there to "
-        "the model's input. Parts alone and analyze, in turns; on a CPU they share the cores, so that the lowest of "
-        "them alone can't be reached.",
+        f"{limits}. decoder: decoded frames, on the GPU where NVDEC decodes; pixels: the same in RGB; transform: "
+        "from there to the model's input. Parts alone and analyze, in turns; on a CPU they share the cores, so the "
+        "lowest of them alone can't be reached.",
         directory=results,
     )
 

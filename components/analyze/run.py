@@ -98,7 +98,8 @@ def analyze(
         answers = FrameAnswers(bundle.manifest, config)
         writer = stack.enter_context(_Writer(config, answers, output, [s.name for s in sources]))
         # In the order of exits: the readers stop, what they have read is labelled, the files are closed.
-        streams = stack.enter_context(Streams(sources, config, num_cores(), writer.say))
+        on_gpu = device_id is not None
+        streams = stack.enter_context(Streams(sources, config, num_cores(), writer.say, on_gpu))
         _label_all(streams, transform, selected.runner, batch_size, writer, log, config.max_seconds)
     records = writer.records(streams.states)
     if not any(record.num_labelled for record in records):
@@ -254,10 +255,10 @@ class _Writer:
             def draw(small: Image.Image) -> Image.Image:
                 return answers.drawn(small, answers.answer(output, small.size))
 
-            result.thumbnails.offer(frame.pixels, frame.time_s, shown, caption, draw)
+            result.thumbnails.offer(frame.array(), frame.time_s, shown, caption, draw)
         result.count(shown, frame.time_s)
         if self.config.annotate:
-            picture = answers.drawn(Image.fromarray(frame.pixels), answer)
+            picture = answers.drawn(Image.fromarray(frame.array()), answer)
             self._video(state.index).write(picture, frame.time_s, caption if answers.shows_one else "")
 
     def _event(self, index: int, event: dict[str, Any]) -> None:

@@ -43,13 +43,18 @@ class Streams:
     """Readers of all videos. A context: at its end the readers stop."""
 
     def __init__(
-        self, sources: Sequence[VideoSource], config: AnalyzeConfig, num_threads: int, say: Callable[..., None]
+        self,
+        sources: Sequence[VideoSource],
+        config: AnalyzeConfig,
+        num_threads: int,
+        say: Callable[..., None],
+        on_gpu: bool = False,
     ) -> None:
         """`say(kind, stream, frame or None, **fields)` is called with what happens to a stream, from any thread.
 
         Live sources are read at once, files by `num_threads` threads, one after the other.
         """
-        self.config, self._say = config, say
+        self.config, self._say, self._on_gpu = config, say, on_gpu
         self.states = [
             StreamState(
                 index=index,
@@ -208,7 +213,8 @@ class Streams:
 
     def _read(self, state: StreamState) -> None:
         timeout_s = max(self.config.stall_seconds, 1.0)
-        video = OpenVideo(state.source, decoder=self.config.decoder, read_timeout_s=timeout_s)
+        decoder = self.config.decoder
+        video = OpenVideo(state.source, decoder=decoder, read_timeout_s=timeout_s, on_gpu=self._on_gpu)
         num_before, num_corrupt, base_s = state.num_decoded, state.num_corrupt, 0.0
         try:
             state.codec, state.on_gpu = video.codec, video.decodes_on_gpu

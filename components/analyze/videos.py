@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
@@ -18,6 +19,7 @@ from urllib.parse import quote, urlsplit
 import av
 import numpy as np
 from av.codec.hwaccel import HWAccel, hwdevices_available
+from av.video.reformatter import ColorRange
 
 from components.common.contracts.errors import EngineryError, UserError, shortened, shown
 
@@ -41,6 +43,9 @@ _LIVE = {
 _OPEN_TIMEOUT_S = 10.0
 _MAX_FOUND = 10_000  # videos of one folder
 _MAX_PIXELS = 8192 * 4352  # of a frame: 8K
+_ON_GPU = ("nv12", "p010le")  # what is converted there
+# By FFmpeg's number of the colour space (BT.709, BT.601, BT.2020) the weights of red and blue in the luma.
+_LUMA_WEIGHTS = {1: (0.2126, 0.0722), 5: (0.299, 0.114), 9: (0.2627, 0.0593)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +68,12 @@ class VideoFrame:
 
     number: int  # in its video, from 0, frames that were dropped included
     time_s: float  # since the video's begin, by its own clock; of a raw stream by the frame rate
-    pixels: np.ndarray  # [H, W, 3] uint8 RGB, upright
+    pixels: Any  # [H, W, 3] uint8 RGB, upright: an array, on a GPU a tensor there
     received_s: float  # on time.monotonic's clock, once it was decoded
+
+    def array(self) -> np.ndarray:
+        """The pixels in the host's memory."""
+        return self.pixels if isinstance(self.pixels, np.ndarray) else np.asarray(self.pixels.cpu())
 
 
 def find_videos(sources: tuple[str, ...]) -> list[VideoSource]:
@@ -120,21 +129,22 @@ def _in_folder(folder: Path) -> list[VideoSource]:
 class OpenVideo:
     """A video that is being read. Not for several threads at once."""
 
-    def __init__(self, source: VideoSource, *, decoder: str, read_timeout_s: float) -> None:
+    def __init__(self, source: VideoSource, *, decoder: str, read_timeout_s: float, on_gpu: bool = False) -> None:
         """Open it.
 
         Args:
             source: which one.
             decoder: "auto", "cpu" or "cuda".
             read_timeout_s: of a live source, the longest wait for data.
+            on_gpu: whether pixels are tensors on the GPU; what NVDEC decodes then never leaves it.
 
         Raises:
             UserError: it is no video, or NVDEC was asked for and is not there.
             EngineryError: a live source does not answer.
         """
-        self.source = source
+        self.source, self._on_gpu = source, on_gpu
         self.num_corrupt = 0  # packets that the decoder refused
-        self._container = _open(source, decoder, read_timeout_s)
+        self._container = _open(source, decoder, read_timeout_s, on_gpu)
         try:
             self._stream = self._container.streams.video[0]
         except IndexError:
@@ -195,7 +205,8 @@ class OpenVideo:
                 first_s = frame.time - last_s if first_s is None else first_s
                 time_s = frame.time - first_s
             last_s = max(last_s, time_s)
-            yield VideoFrame(number=number, time_s=last_s, pixels=_upright(frame), received_s=time.monotonic())
+            pixels = _upright(frame, self._on_gpu)
+            yield VideoFrame(number=number, time_s=last_s, pixels=pixels, received_s=time.monotonic())
 
     def close(self) -> None:
         """Let go of file, connection and decoder."""
@@ -214,7 +225,7 @@ def has_nvdec() -> bool:
     return True
 
 
-def _open(source: VideoSource, decoder: str, read_timeout_s: float) -> "InputContainer":
+def _open(source: VideoSource, decoder: str, read_timeout_s: float, on_gpu: bool) -> "InputContainer":
     options = {"format_whitelist": _FORMATS, "protocol_whitelist": _LIVE.get(source.scheme, "file,pipe,fd")}
     if source.scheme in ("rtsp", "rtsps"):
         options |= {"rtsp_transport": "tcp", "fflags": "nobuffer"}
@@ -228,7 +239,12 @@ def _open(source: VideoSource, decoder: str, read_timeout_s: float) -> "InputCon
             setting="decoder",
         )
     if decoder == "cuda" or (decoder == "auto" and has_nvdec()):
-        how["hwaccel"] = HWAccel(device_type="cuda", allow_software_fallback=decoder == "auto")
+        if on_gpu:
+            import torch
+
+            torch.cuda.synchronize()  # makes PyTorch's context that of this thread, for FFmpeg to take
+            how["options"] = {"primary_ctx": "0", "current_ctx": "1"}
+        how = {"hwaccel": HWAccel("cuda", allow_software_fallback=decoder == "auto", is_hw_owned=on_gpu, **how)}
     address: Any = sys.stdin.buffer if source.address == STDIN else _with_login(source)
     try:
         return av.open(address, "r", options=options, timeout=timeout, **how)
@@ -268,8 +284,53 @@ def _reason(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or type(error).__name__)
 
 
-def _upright(frame: av.VideoFrame) -> np.ndarray:
+def _upright(frame: av.VideoFrame, on_gpu: bool) -> Any:
     """[H, W, 3] uint8 RGB, turned as the container says."""
-    pixels = frame.to_ndarray(format="rgb24")
     turns = round(frame.rotation / 90) % 4
-    return np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels
+    if on_gpu and frame.sw_format is not None and frame.sw_format.name in _ON_GPU and _is_even(frame):
+        pixels = rgb_of_planes(frame)
+        return pixels.rot90(turns).contiguous() if turns else pixels
+    pixels = frame.to_ndarray(format="rgb24")
+    pixels = np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels
+    if not on_gpu:
+        return pixels
+    import torch
+
+    return torch.from_numpy(pixels).cuda()
+
+
+def _is_even(frame: av.VideoFrame) -> bool:
+    return frame.width % 2 == frame.height % 2 == 0
+
+
+def rgb_of_planes(frame: av.VideoFrame) -> Any:
+    """[H, W, 3] uint8 RGB of NV12 or its form with 10 bits, of even sides, where its planes are.
+
+    Each colour stands for its four pixels, as in FFmpeg's conversion from yuv420p.
+    """
+    import torch
+    from torch.utils.dlpack import from_dlpack
+
+    luma, chroma = (from_dlpack(plane.__dlpack__()) for plane in frame.planes)  # [H, W], [H / 2, W / 2, 2]
+    if luma.dtype != torch.uint8:  # the upper byte holds the upper 8 of 10 bits
+        luma, chroma = luma.view(torch.uint8)[:, 1::2], chroma.contiguous().view(torch.uint8)[..., 1::2]
+    is_full = frame.color_range == ColorRange.JPEG
+    least, most = (0, 255) if is_full else (16, 235)
+    colours = _colours(int(frame.colorspace), is_full, chroma.device)
+    added = (chroma.float() - 128) @ colours  # [H / 2, W / 2, 3]
+    grey = (luma.float() - least) * (255 / (most - least))
+    height, width = grey.shape
+    pixels = grey.view(height // 2, 2, width // 2, 2, 1) + added[:, None, :, None]
+    return pixels.clamp_(0, 255).to(torch.uint8).view(height, width, 3)  # FFmpeg rounds down, too
+
+
+@cache
+def _colours(space: int, is_full: bool, device: Any) -> Any:
+    """[2, 3]: what the blue and the red difference add to red, green and blue."""
+    import torch
+
+    red, blue = _LUMA_WEIGHTS.get(space, _LUMA_WEIGHTS[5])
+    green = 1 - red - blue
+    of_blue = [0, -2 * blue * (1 - blue) / green, 2 * (1 - blue)]
+    of_red = [2 * (1 - red), -2 * red * (1 - red) / green, 0]
+    return torch.tensor([of_blue, of_red], device=device) * (1 if is_full else 255 / 224)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -105,11 +106,14 @@ def _measure(
 ) -> tuple[Report, dict[int, str]]:
     """Report on images, and its pictures; predictions and baselines are written into `output`."""
     log.progress("loading models", 0, 1)
-    selections = select_runtimes(models, config.runtime)
-    predictions = predict_validation(config, selections, models, data, log)
+    places = open_places(config, models, data.manifest.splits["val"].num_images)
+    selections = places[0].selections
+    predictions = predict_validation(config, places, models, data, log)
     corrupted = (
-        predict_validation(config, selections, models, data, log, corruptions=CORRUPTIONS) if config.corruptions else {}
+        predict_validation(config, places, models, data, log, corruptions=CORRUPTIONS) if config.corruptions else {}
     )
+    for place in places[1:]:
+        place.close()
     distinct = _distinct(data)
     most_frequent = next(iter(predictions.values())).chance(models.manifest.classes)
     accuracy = AccuracyReport(
@@ -126,9 +130,7 @@ def _measure(
         most_frequent_pct=most_frequent[1],
     )
     benchmark = _benchmark(config, selections, models, accuracy, log)
-    for selection in selections:
-        if selection.runner is not None:
-            selection.runner.close()
+    places[0].close()
     arrays = {key or name: array for name, own in predictions.items() for key, array in own.arrays().items()}
     with (output / "predictions.npz").open("wb") as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # its stub takes no keywords
@@ -145,72 +147,110 @@ def _measure(
     return shown, pictures
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where engines are open: a GPU, or 0 and the host."""
+
+    gpu: int
+    selections: list[RuntimeSelection]
+
+    @property
+    def runners(self) -> Mapping[str, Runner]:
+        """By precision, those that there are."""
+        return {one.precision: one.runner for one in self.selections if one.runner is not None}
+
+    def close(self) -> None:
+        """Let go of all runners."""
+        for runner in self.runners.values():
+            runner.close()
+
+
+def open_places(
+    config: ValidateConfig, bundle: Artifact[BundleManifest], num_images: int, max_gpus: int = 0
+) -> list[Place]:
+    """Open a bundle's engines on all GPUs like the first that CUDA_VISIBLE_DEVICES leaves, at the same time.
+
+    Args:
+        config: what to measure with.
+        bundle: the models.
+        num_images: to measure; a GPU has a batch of them at least.
+        max_gpus: use no more than these; 0 for all.
+
+    Returns:
+        One place where other runtimes than TensorRT run a precision, or nothing runs on a GPU.
+    """
+    alike: Sequence[int] = (0,)
+    if config.loader == "auto" and torch.cuda.is_available() and bundle.manifest.engines:
+        alike = gpus_alike()[: max(1, num_images // _batch_size(config, bundle))][: max_gpus or None]
+
+    def opened(gpu: int) -> Place:
+        if len(alike) == 1:
+            return Place(gpu, select_runtimes(bundle, config.runtime))
+        with torch.cuda.device(gpu):
+            return Place(gpu, select_runtimes(bundle, config.runtime))
+
+    with ThreadPoolExecutor(len(alike)) as pool:
+        places = list(pool.map(opened, alike))
+    if all(runs_plans(runner.runtime) for runner in places[0].runners.values()):
+        return places
+    for place in places[1:]:
+        place.close()
+    return places[:1]
+
+
+def _batch_size(config: ValidateConfig, bundle: Artifact[BundleManifest]) -> int:
+    most = bundle.manifest.image_shapes.max_batch
+    on_gpu = config.loader == "auto" and torch.cuda.is_available()
+    return min(config.batch_size or (most if on_gpu else _CPU_BATCH_SIZE), most)
+
+
 def predict_validation(
     config: ValidateConfig,
-    selections: Sequence[RuntimeSelection],
+    places: Sequence[Place],
     bundle: Artifact[BundleManifest],
     data: Artifact[DatasetManifest],
     log: StepLog,
     *,
-    max_gpus: int = 0,
     corruptions: Sequence[Corruption] = (),
 ) -> dict[str, Predictions]:
     """Predictions by precision, on every image of the split in the order of its listing.
 
-    Engines run on all GPUs like the first one that CUDA_VISIBLE_DEVICES leaves, each with a part of the split and a
-    loader of its own. Other runtimes run here once.
-
     Args:
         config: what to measure with.
-        selections: what runs each precision on the first GPU, or on the CPU.
+        places: each takes a part of the split, by a loader of its own.
         bundle: the models.
         data: the images.
         log: shows the progress.
-        max_gpus: use no more than these; 0 for all.
         corruptions: degrade every image in these ways instead; its versions follow each other.
     """
-    split, shapes = data.manifest.splits["val"], bundle.manifest.image_shapes
+    split = data.manifest.splits["val"]
     on_gpu = config.loader == "auto" and torch.cuda.is_available()
-    batch_size = min(config.batch_size or (shapes.max_batch if on_gpu else _CPU_BATCH_SIZE), shapes.max_batch)
-    runners = _runners(selections)
-    alike = gpus_alike() if on_gpu and all(runs_plans(runner.runtime) for runner in runners.values()) else (0,)
-    gpus = alike[: max(1, split.num_images // batch_size)][: max_gpus or None]
-    if len(gpus) > 1:
-        log.note(f"accuracy is measured on {len(gpus)} GPUs")
-        log.progress("loading models", 0, len(gpus), unit="GPUs")
+    if len(places) > 1:
+        log.note(f"accuracy is measured on {len(places)} GPUs")
 
     def part(index: int) -> tuple[Mapping[str, Runner], Loader]:
-        gpu = gpus[index]
-        own = runners
-        if index:
-            with torch.cuda.device(gpu):
-                own = _runners(select_runtimes(bundle, config.runtime))
-        return own, Loader(
+        return places[index].runners, Loader(
             data,
             "val",
             bundle.manifest.image_transform,
-            batch_size=batch_size,
+            batch_size=_batch_size(config, bundle),
             seed=config.corruption_seed,
             corruptions=corruptions,
             shard_id=index,
-            num_shards=len(gpus),
-            device_id=gpu if on_gpu else None,
-            num_threads=max(1, num_cores() // len(gpus)),
+            num_shards=len(places),
+            device_id=places[index].gpu if on_gpu else None,
+            num_threads=max(1, num_cores() // len(places)),
         )
 
-    with ThreadPoolExecutor(len(gpus)) as pool:
-        parts = list(pool.map(part, range(len(gpus))))
+    with ThreadPoolExecutor(len(places)) as pool:
+        parts = list(pool.map(part, range(len(places))))
     degraded = " on degraded images" if corruptions else ""
-    predictions = predict_in_parts(
+    return predict_in_parts(
         parts,
         split.num_images * max(1, len(corruptions)),
         lambda done, total: log.progress(f"measuring accuracy{degraded}", done, total, unit="images"),
         None if corruptions else bundle.manifest.image_transform,
     )
-    for others, _ in parts[1:]:
-        for runner in others.values():
-            runner.close()
-    return predictions
 
 
 def baselines(data: Artifact[DatasetManifest], predictions: Mapping[str, Predictions]) -> Iterator[Baseline]:
@@ -254,10 +294,6 @@ def gpus_alike() -> tuple[int, ...]:
         for gpu in range(torch.cuda.device_count())
     ]
     return tuple(gpu for gpu, kind in enumerate(kinds) if kind == kinds[0])
-
-
-def _runners(selections: Sequence[RuntimeSelection]) -> Mapping[str, Runner]:
-    return {selection.precision: selection.runner for selection in selections if selection.runner is not None}
 
 
 def _distinct(data: Artifact[DatasetManifest]) -> np.ndarray | None:

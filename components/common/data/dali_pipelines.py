@@ -111,9 +111,9 @@ def _memory_pipeline(spec: TransformSpec) -> Any:
 @pipeline_def(enable_conditionals=False)
 def _frame_pipeline(spec: TransformSpec, on_gpu: bool) -> Any:
     """The same of decoded images, [H, W, 3] uint8 RGB, that are fed to the input "frames"."""
-    frames = fn.external_source(name="frames", dtype=types.UINT8, ndim=3, layout="HWC")
-    shape = frames.shape()
-    return _transformed(frames.gpu() if on_gpu else frames, shape, spec)
+    device = "gpu" if on_gpu else "cpu"
+    frames = fn.external_source(name="frames", device=device, dtype=types.UINT8, ndim=3, layout="HWC")
+    return _transformed(frames, fn.external_source(name="shapes", dtype=types.INT64, ndim=1), spec)
 
 
 def _evaluated(
@@ -361,13 +361,14 @@ class FrameBatches:
         )
         self._pipe.build()
 
-    def transform(self, frames: Sequence[np.ndarray]) -> Any:
+    def transform(self, frames: Sequence[Any]) -> Any:
         """[B, 3, crop_size, crop_size] float32, normalized: an array, on a GPU a tensor there.
 
         Args:
-            frames: [H, W, 3] uint8 RGB each, of any sizes.
+            frames: [H, W, 3] uint8 RGB each, of any sizes; arrays, on a GPU tensors there.
         """
         self._pipe.feed_input("frames", list(frames))
+        self._pipe.feed_input("shapes", [np.array(frame.shape, np.int64) for frame in frames])
         (images,) = self._pipe.run()
         if not self._on_gpu:
             return np.ascontiguousarray(images.as_array().transpose(0, 3, 1, 2))

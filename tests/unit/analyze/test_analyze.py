@@ -17,11 +17,12 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from av.video.reformatter import ColorRange
 from click.testing import CliRunner
 from PIL import Image
 
 from components.analyze.results import HeldClasses, Latencies, StreamResult, Thumbnails, Timeline
-from components.analyze.videos import has_nvdec
+from components.analyze.videos import has_nvdec, rgb_of_planes
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import AnalysisManifest, Artifact, BundleManifest, load
 from components.common.contracts.transforms import TransformSpec
@@ -387,3 +388,19 @@ def test_sentences_are_in_no_video(run_analysis: Analyze, translator: Chain, tmp
     video = write_video(tmp_path / "a.mp4", digit_frames(per_digit=1))
     with refuses("other-task"):
         run_analysis(video, model=load(translator.bundle, BundleManifest))
+
+
+@pytest.mark.parametrize("pixel_format", ["nv12", "p010le"])
+@pytest.mark.parametrize(("space", "is_full"), [(5, False), (1, False), (5, True)])
+def test_planes_of_gpus_become_the_colours_of_ffmpeg(pixel_format: str, space: int, is_full: bool) -> None:
+    coarse = np.random.default_rng(0).integers(0, 256, (9, 16, 3), np.uint8)
+    pixels = np.asarray(Image.fromarray(coarse).resize((160, 90), Image.Resampling.BICUBIC))
+    color_range = ColorRange.JPEG if is_full else ColorRange.MPEG
+    frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(
+        format="yuv420p", dst_colorspace=space, dst_color_range=color_range
+    )
+    expected = frame.to_ndarray(format="rgb24").astype(int)
+    planes = rgb_of_planes(
+        frame.reformat(format=pixel_format, src_color_range=color_range, dst_color_range=color_range)
+    )
+    assert np.abs(planes.numpy() - expected).max() <= 3

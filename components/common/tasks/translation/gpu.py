@@ -1,4 +1,4 @@
-"""Greedy translation without leaving the GPU: encoder and step as plans, replayed as CUDA graphs."""
+"""Greedy translation without leaving the GPU: encoder and step as plans, replayed as CUDA graphs where they can be."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from components.common.contracts.errors import EngineryError
 from components.common.runtimes.dynamic_plan import prefix
 from components.common.tasks.translation.runners import ENCODER_OUTPUTS, STEP_INPUTS, STEP_OUTPUTS
 from components.common.tasks.translation.vocabulary import BOS, EOS, PAD
@@ -39,6 +40,7 @@ class GpuNetwork:
         self.torch_device = device
         self.device = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.uncapturable: set[int] = set()  # of encoder and steps, -1 and 0, those that no graph can hold
         self._batches: dict[tuple[int, int], _Batch] = {}
 
     def encode(self, source: np.ndarray) -> tuple[torch.Tensor, ...]:
@@ -126,15 +128,18 @@ class _Batch:
         return self._network.step_graph.run(dict(zip(STEP_INPUTS, values, strict=True)), outputs or {})
 
     def _do(self, key: int, work: Callable[[], None]) -> None:
-        """Do work at once, and from its third time on by its graph."""
+        """Do work at once, and from its third time on by its graph, where TensorRT lets the plan be captured."""
         graph = self._graphs.get(key)
         if graph is not None:
             graph.replay()
             return
         work()  # TensorRT wants one run of a size before it can be captured
-        if key in self._ran and self._network.pool is not None:
+        if key in self._ran and self._network.pool is not None and min(key, 0) not in self._network.uncapturable:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._network.pool, capture_error_mode="thread_local"):
-                work()
-            self._graphs[key] = graph
+            try:
+                with torch.cuda.graph(graph, pool=self._network.pool, capture_error_mode="thread_local"):
+                    work()
+                self._graphs[key] = graph
+            except (EngineryError, RuntimeError):  # such as loops, or kernels of 8.6 for sizes that change
+                self._network.uncapturable.add(min(key, 0))
         self._ran.add(key)
