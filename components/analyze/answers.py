@@ -8,6 +8,7 @@ from PIL import Image
 from components.analyze.config import AnalyzeConfig
 from components.common.contracts.manifests import BundleManifest
 from components.common.data.evaluation import most_likely
+from components.common.tasks import TASKS
 from components.common.tasks.answers import Answer, Answers, View, answers_of
 from components.common.tasks.pictures import palette
 
@@ -17,7 +18,7 @@ class FrameAnswers:
 
     def __init__(self, bundle: BundleManifest, config: AnalyzeConfig) -> None:
         self.classes = bundle.classes
-        self.shows_one = bundle.task == "classification"  # class in a frame
+        self.shows_one = TASKS[bundle.task].classifies  # class in a frame
         self._task = _of_classes(config.top_k) if self.shows_one else answers_of(bundle.task)
         self._least = max(config.min_probability, self._task.least)
         self._transform = bundle.image_transform

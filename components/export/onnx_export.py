@@ -20,6 +20,7 @@ from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import write_atomically
 from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes.onnx_files import onnx_content, parse_onnx
+from components.common.tasks import TASKS
 from components.export.folding import fold_constants
 from components.export.placement import attribute, inline_constants, model_opset
 
@@ -389,10 +390,12 @@ def _describe(proto: onnx.ModelProto, path: Path) -> OnnxClassifier:
         )
     output_size = _dims(logits) or _dims(onnx.shape_inference.infer_shapes(proto).graph.output[0])
     if len(output_size) > 2 and 1 not in output_size[1:]:
+        others = [spec for spec in TASKS.values() if not (spec.classifies or spec.of_text)]
         raise UserError(
             f"{path}: output '{logits.name}' has shape {output_size}, answers for each pixel or place of an image, as "
-            "of a network for segmentation or detection. Of ONNX files classifiers are supported, with [N, classes]. "
-            "Train a network of that task by pipelines/segmentation.py or pipelines/detection.py instead",
+            f"of a network for {' or '.join(spec.name for spec in others)}. Of ONNX files classifiers are supported, "
+            f"with [N, classes]. Train a network of that task by {' or '.join(spec.pipeline for spec in others)} "
+            "instead",
             code="other-task",
         )
     if len(output_size) != 2 or not isinstance(output_size[1], int) or isinstance(output_size[0], int):

@@ -18,9 +18,7 @@ class PreprocessConfig(StepConfig):
     )
     task: TaskName = Field(
         "classification",
-        description="What the images are labelled for: classification (a folder per class), detection (boxes as COCO "
-        "JSON, Pascal VOC XML or YOLO text files), segmentation (a PNG mask per image, or polygons as COCO JSON), or "
-        "translation, of pairs of sentences (tab-separated values, Moses' pairs of files or TMX).",
+        description=f"What the data is labelled for: {', '.join(TASKS)}; docs/data.md says how it lies there.",
     )
     val_fraction: float = Field(
         0.2, gt=0, lt=1, description="Share of each class held out for validation; unused when the folder has val/."

@@ -34,7 +34,6 @@ from components.common.process.lifetime import end_with_creator
 from components.common.process.partial_output import earlier_outputs, hold, open_partial
 from components.common.process.steplog import StepLog
 from components.common.tasks import TASKS
-from components.preprocess.annotations import PACKERS
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.decoding import (
     THUMBNAIL_SIDE,
@@ -46,6 +45,7 @@ from components.preprocess.decoding import (
     shrink,
 )
 from components.preprocess.sources import Sample, Source, Storage, Unreadable, read_sample
+from components.preprocess.tasks import labels_of
 
 REJECTED = "rejected.jsonl"
 _JOINING = "joining"  # there while merge is at work: its shards are links, and writing into them would change the parts
@@ -284,10 +284,11 @@ def leave_out(folder: Path, record: ShardRecord, keys: Container[str]) -> ShardR
 
 def _fill(archive: TarWriter, thumbnails: BinaryIO, task: ShardTask) -> "_Content":
     content, name = _Content(), task.config.task
+    pack_label = labels_of(name).pack
     for number, sample in enumerate(task.samples, task.first_index):
         try:
             data, extension, image, size = _image(task, sample)
-            label = PACKERS[name](sample, size, image.size, task.storage)
+            label = pack_label(sample, size, image.size, task.storage)
         except (Rejected, Unreadable) as reason:
             content.rejected.append({"path": sample.path, "reason": str(reason)})
             continue

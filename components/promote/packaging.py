@@ -93,7 +93,7 @@ def _signature(task: TaskName) -> ModelSignature:
     if TASKS[task].of_text:
         params = ParamSchema([ParamSpec("beam_size", DataType.long, 1)])
         return ModelSignature(outputs=Schema([ColSpec(DataType.string, "translation")]), params=params)
-    if task != "classification":
+    if not TASKS[task].classifies:
         return ModelSignature(
             outputs=Schema([ColSpec(_TYPES[kind], name) for name, kind in answers_of(task).columns.items()])
         )

@@ -24,7 +24,7 @@ from components.common.data.image_files import upright_size
 from components.common.registry.trust import check_chain, read_statements
 from components.common.runtimes import RUNTIME_OPTIONS, RUNTIMES, RuntimeOption
 from components.common.runtimes.selection import RuntimeSelection, not_measured_here, select_runtime
-from components.common.tasks import TaskName
+from components.common.tasks import TASKS, TaskName
 from components.common.tasks.answers import Answer, View, answers_of
 
 COLUMN = "image"  # of a table
@@ -226,7 +226,7 @@ class BundleModel:
                 setting="top_k",
             )
         encoded = encoded_images(model_input)
-        if self.task == "classification":
+        if TASKS[self.task].classifies:
             logits = np.concatenate(list(self._outputs(encoded)))  # [images, classes] float32
             return table(logits, self.classes, int(top_k) or len(self.classes))
         return answer_table(self._outputs(encoded), encoded, self.task, self.classes, self.transform)

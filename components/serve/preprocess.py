@@ -14,6 +14,7 @@ from components.common.contracts.errors import UserError
 from components.common.data.baseline import baseline_file, image_statistics
 from components.common.data.dali_pipelines import ImageBatches, LoadedImage
 from components.common.data.image_files import upright_size
+from components.common.tasks import TASKS
 from components.serve.admission_control import PendingRequests, refusal
 from components.serve.repository_check import SIZES_TENSOR, STATISTICS_TENSOR, open_from
 from components.serve.shadow import KEYS, Sampler
@@ -34,7 +35,7 @@ class TritonPythonModel:
         self._sampler = Sampler.of(repository)
         self._output = manifest.image_shapes.input_name
         self._transform = manifest.image_transform
-        self._sends_sizes = manifest.task != "classification"
+        self._sends_sizes = not TASKS[manifest.task].classifies
         self._counts = baseline_file(manifest.precision) in manifest.files
         self._images = ImageBatches(manifest.image_transform, min(_MOST_DECODED, manifest.image_shapes.max_batch))
         self._images.load_each([_white()], ["warm-up"])

@@ -29,9 +29,8 @@ class TrainConfig(StepConfig):
 
     architecture: str = Field(
         "resnet50",
-        description="Model by name: torchvision's, or \"timm/\" and timm's. Detection: detection/NAME; on "
-        "backbones of timm detection/fcos_fpn/timm/NAME, detection/retinanet_fpn/timm/NAME. Segmentation: "
-        "segmentation/NAME.",
+        description="Model by name: torchvision's, or \"timm/\" and timm's. Of other tasks TASK/NAME, and on a "
+        "backbone of timm TASK/NAME/timm/NAME.",
     )
     image_size: int = Field(224, ge=32, le=1024, description="Side of the square that the model sees, in pixels.")
     image_sizes: tuple[Annotated[int, Field(ge=16, le=1024)], ...] = Field(

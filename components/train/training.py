@@ -368,10 +368,10 @@ def warn_of_chance_level(log: StepLog, config: TrainConfig, split: Split, score_
         return
     task, rate = TASKS[task_of(config.architecture)], config.learning_rate
     guess_pct, also = 0.0, ""
-    if task.counts_images:
+    if task.classifies:
         guess_pct = 100 * max(split.class_counts) / split.num_images
         also = f", and naming the most frequent class each time has {guess_pct:.2f} %"
-    low_pct = None if task.counts_images else score_pct
+    low_pct = None if task.classifies else score_pct
     if guess_pct < 100 and not is_above_chance(score_pct, guess_pct, split.num_images, low_pct):
         log.warning(
             f"the model learned nothing that shows: {score_pct:.2f} % {task.score_name}{also}. Lower "

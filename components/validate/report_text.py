@@ -83,7 +83,7 @@ def _train_for_longer(report: Report, _: GateCheck) -> list[str]:
 def _after_chance(report: Report, check: GateCheck) -> list[str]:
     if check.measured is None:
         return ["Validate again: reports of this version name the most frequent class."]
-    if not TASKS[report.accuracy.task].counts_images:
+    if not TASKS[report.accuracy.task].classifies:
         return [f"Train for longer, and see in the data card whether the labels are sound: {check.explanation}."]
     return [
         "Train again, and check that the model's classes are those of the data, in the same order: "
@@ -435,7 +435,7 @@ def limitations(report: Report) -> list[str]:
     if report.change and report.change.num_differing:
         differing = f"{report.change.num_differing:,} of {report.change.num_images:,} {report.accuracy.unit}"
         verb = "translates" if report.accuracy.unit == "sentences" else "predicts"
-        what = "another class" if TASKS[report.accuracy.task].counts_images else "otherwise"
+        what = "another class" if TASKS[report.accuracy.task].classifies else "otherwise"
         points.append(f"{own} {verb} {what} than FP32 on {differing}.")
     losing = [entry for entry in report.class_changes if entry.delta_points < 0]  # the largest loss first
     surely = [entry for entry in losing if entry.significant]

@@ -15,6 +15,7 @@ from components.common.contracts.errors import UserError, shown
 from components.common.contracts.manifests import Artifact, BundleManifest, check_task, load, write_atomically
 from components.common.contracts.records import PRECISIONS
 from components.common.process.disk import out_of_space
+from components.common.tasks import TASKS
 from enginery.cli.options import PATH
 from enginery.formats import new_console, new_table, number
 from enginery.local.runs import bundle_of_run, latest_bundle
@@ -61,7 +62,7 @@ def inspect(
     if sentences or opened.manifest.text is not None:
         _inspect_sentences(opened, sentences, as_json)
         return
-    if opened.manifest.task != "classification":
+    if not TASKS[opened.manifest.task].classifies:
         if layers:
             raise UserError(
                 f"maps of layers are of classifiers, and {opened.manifest.architecture} is of {opened.manifest.task}; "

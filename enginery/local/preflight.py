@@ -239,7 +239,7 @@ def check_validation(arguments: Mapping[str, Any], num_train: int, *, num_val: i
     thresholds = _thresholds(arguments)
     needed: float = thresholds.min_validation_images
     why, allow = f"gate.min_validation_images is {needed:,}", f"--set gate.min_validation_images={num_val}"
-    is_share = TASKS[task_of(str(arguments.get("architecture") or ""))].counts_images
+    is_share = TASKS[task_of(str(arguments.get("architecture") or ""))].classifies
     if thresholds.confident and is_share:
         budget = thresholds.max_drop_points
         if thresholds.min_relative_score_pct > 0:

@@ -63,7 +63,7 @@ def _subject(record: ReleaseRecord, bundle: Artifact[BundleManifest], report: Ar
         digest=bundle.digest,
         modelCard={
             "modelParameters": {
-                "task": "image classification",
+                "task": bundle.manifest.task,
                 "modelArchitecture": record.architecture,
                 "datasets": [{"ref": "dataset"}],
             },

@@ -200,7 +200,7 @@ def model_config(
     pixels = (shapes.input_name, "TYPE_FP32", list(shapes.input_shape(1)[1:]))
     logits = (shapes.output_name, "TYPE_FP32", list(output_size))
     answers = [(ANSWER_TENSOR, "TYPE_STRING", [1])]
-    if task == "classification":
+    if TASKS[task].classifies:
         answers = [("LABELS", "TYPE_STRING", [top_k]), ("PROBABILITIES", "TYPE_FP32", [top_k])]
     extra = [entry for entry in (*_COUNTED, image) if entry[0] in counted]
     made = [entry for entry in extra if entry is not image]
@@ -243,7 +243,7 @@ def model_config(
         instances=instances,
         plans=plans,
         graphs=[(below + 1, size) for below, size in zip((0, *sizes), sizes, strict=False)],
-        labels_file=LABELS_FILE if task == "classification" else "",
+        labels_file=LABELS_FILE if TASKS[task].classifies else "",
         parameters=parameters,
     )
 
@@ -336,7 +336,7 @@ def write_repository(
             code="stripped-plan",
             setting="export.engine_options",
         )
-    if config.shadow_share and bundle.task != "classification":
+    if config.shadow_share and not TASKS[bundle.task].classifies:
         raise UserError(
             f"a challenger can be compared with a classifier alone, and {bundle.architecture} is of {bundle.task}; "
             "leave --shadow-share out",
@@ -366,7 +366,7 @@ def gpu_server_options(repository: RepositoryManifest) -> tuple[str, ...]:
 def _output_size(source: ModelSource) -> tuple[int, ...]:
     """Size of the network's output for one image, as its FP32 file says; of a classifier the number of classes."""
     bundle = source.bundle.manifest
-    if bundle.task == "classification":
+    if TASKS[bundle.task].classifies:
         return (len(bundle.classes),)
     import onnx
 
@@ -393,7 +393,7 @@ class _AnyWriter:
             "model": self.source.name,
             "version": self.source.version,
             "precision": self.source.precision,
-            **({} if self.bundle.task == "classification" else {"task": self.bundle.task}),
+            **({} if TASKS[self.bundle.task].classifies else {"task": self.bundle.task}),
             **{f"{part}_digest": digest for part, digest in self.source.digests.items()},
         }
 
@@ -471,7 +471,7 @@ class _Writer(_AnyWriter):
         self.baseline = baseline if report is not None and baseline in report.manifest.files else ""  # of older ones
         self.counted = (STATISTICS_TENSOR, *(["IMAGE"] if config.keep_examples else [])) if self.baseline else ()
         self.counted += (KEYS,) if config.shadow_share else ()
-        self.counted += (SIZES_TENSOR,) if self.bundle.task != "classification" else ()
+        self.counted += (SIZES_TENSOR,) if not TASKS[self.bundle.task].classifies else ()
         self.output_size = _output_size(source)
 
     def write(self) -> None:
@@ -486,7 +486,7 @@ class _Writer(_AnyWriter):
         self._config("preprocess", self.names.preprocess, batching, instances=instances)
         if plans:
             self._config("preprocess", self.names.preprocess, cpu, variant=CPU)
-        self._model(self.names.labels, "labels" if self.bundle.task == "classification" else "answers")
+        self._model(self.names.labels, "labels" if TASKS[self.bundle.task].classifies else "answers")
         self._config("labels", self.names.labels, cpu)
         self._seal(
             top_k=self.top_k,

@@ -19,7 +19,6 @@ from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import UserError
 from components.common.contracts.records import DatasetStatistics
 from components.common.contracts.transforms import Augmentation, TransformSpec
-from components.common.data.dali_labels import Way
 from components.common.data.image_files import check_encoded, undecodable
 
 _INTERPOLATION = {"bilinear": types.DALIInterpType.INTERP_LINEAR, "bicubic": types.DALIInterpType.INTERP_CUBIC}
@@ -67,6 +66,28 @@ def _normalize(
     return fn.crop_mirror_normalize(
         images, dtype=dtype, output_layout="HWC", mean=mean, std=std, mirror=flip, **crops, **position
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """What becomes of an image, in a pipeline definition and on the host: cut, resize, cut, flip."""
+
+    region: tuple[Any, Any] | None
+    """Start and shape of what is cut of the packed image, [2] int64 each: y, x; None for all of it."""
+    shape: Any
+    """[2 or more] int64: height and width of that, in pixels of the packed image."""
+    size: Any
+    """[2] float32: height and width that it is resized to."""
+    start: tuple[Any, Any] | None
+    """y, x where the model's square begins in that; None where it is that."""
+    side: int | None
+    """Of the square in pixels; None where it is `size`."""
+    flip: Any
+    """1 where the square is flipped then, else 0."""
+    least_share: float
+    """Of a box's area that must be left of it."""
+    on_gpu: bool
+    """Masks are delivered where images are."""
 
 
 @pipeline_def(enable_conditionals=False)

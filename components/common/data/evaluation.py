@@ -16,7 +16,7 @@ from components.common.contracts.statistics import drop_upper, mcnemar, paired_d
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.baseline import image_statistics
 from components.common.runtimes.runner import Runner, to_numpy
-from components.common.tasks import predictions_of
+from components.common.tasks import TASKS, predictions_of
 from components.common.tasks.predictions import ByClass, Predictions, class_divergence
 
 if TYPE_CHECKING:  # torch and DALI, which the image of promote has not
@@ -272,7 +272,7 @@ def predict(
             # [B, 3, H, W] float32, normalized; on the host made contiguous once for all runners
             images = batch.images if batch.images.is_cuda else to_numpy(batch.images)
             kind, labels = predictions_of(batch.task), batch.labels.cpu().numpy()
-            if transform is not None and batch.task == "classification":
+            if transform is not None and TASKS[batch.task].classifies:
                 statistics.append(image_statistics(images, transform))
             for name, runner in runners.items():
                 counted.append(counter.submit(count, name, kind, runner.infer(images), labels))

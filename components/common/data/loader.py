@@ -31,7 +31,6 @@ from components.common.contracts.manifests import Artifact, DatasetManifest, fil
 from components.common.contracts.records import Record, Split
 from components.common.contracts.transforms import Augmentation, TransformSpec
 from components.common.data.corruptions import Corruption, corrupted
-from components.common.data.dali_labels import MOVED
 from components.common.data.dali_pipelines import decoder_options, evaluation_pipeline, training_pipeline
 from components.common.data.image_files import IMAGE_EXTENSIONS, decoder_reason
 from components.common.tasks import TASKS, TaskName, load_task
@@ -345,7 +344,8 @@ class Loader:
         num_shards, num_pipelines = plan.num_shards, plan.num_pipelines
         self.num_images, self.num_batches, self._num_dropped = plan.num_images, plan.num_batches, plan.num_dropped
         self.num_classes = len(dataset.manifest.classes)
-        self._task, move_label = load_task(dataset.manifest.task), MOVED.get(dataset.manifest.task)
+        self._task = load_task(dataset.manifest.task)
+        move_label = self._task.move_label()
         if move_label is not None and augmentation is not None:
             _check_unmixed(augmentation, dataset.manifest.task)
         self._owned, self._owned_labels = OwnedOutputs(), OwnedOutputs()

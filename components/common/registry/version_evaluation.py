@@ -15,6 +15,7 @@ from components.common.registry.audit_log import Entry, Situation, champions
 from components.common.registry.model_registry import PARTS, RegisteredVersion, Registry
 from components.common.registry.promotions import ChampionComparison, PairedImages
 from components.common.registry.trust import check_chain, find_policy, to_stderr
+from components.common.tasks import TASKS
 
 PREDICTIONS = "predictions.npz"
 _MAX_ARRAY_BYTES = 1 << 28  # of predictions: 5 classes each for 13 million images
@@ -88,7 +89,7 @@ class VersionEvaluation:
 
     def _correct(self) -> np.ndarray | None:
         file = self.report.path / PREDICTIONS
-        if not file.is_file() or self.row is None or self.report.manifest.accuracy.task != "classification":
+        if not file.is_file() or self.row is None or not TASKS[self.report.manifest.accuracy.task].classifies:
             return None  # no image is right or wrong
         num_images = self.row.num_images  # each with a label of up to 8 bytes and up to 5 classes
         most = {

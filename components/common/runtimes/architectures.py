@@ -20,7 +20,7 @@ _USUAL_SIZES = (224, 256, 288, 320)  # of images, in pixels
 
 def _known_architectures(task: TaskName) -> list[str]:
     """Names that `build_model` takes, with NAME for one of timm's."""
-    if task != "classification":
+    if not TASKS[task].classifies:
         return [f"{task}/{each}" for each in networks_of(task)]
     import torchvision  # which takes half as long to import as all of PyTorch; an ONNX file needs none of it
 
@@ -37,8 +37,10 @@ def check_architecture(architecture: str) -> None:
     network, is_timm, name = architecture.partition("timm/")
     known = _known_architectures(task)
     if (f"{network}timm/NAME" if is_timm else architecture) not in known:
-        usual = ["resnet50", "mobilenet_v2", "efficientnet_b0"] if task == "classification" else known
-        also = " (any of torchvision's classifiers; timm's as timm/NAME)" if task == "classification" else ""
+        usual, also = known, ""
+        if TASKS[task].classifies:
+            usual = ["resnet50", "mobilenet_v2", "efficientnet_b0"]
+            also = " (any of torchvision's classifiers; timm's as timm/NAME)"
         of_others = [name for other in TASKS if other != task for name in _known_architectures(other)]
         otherwise = f"such as {', '.join(usual)}"
         raise _unknown(f"no model {architecture!r}", architecture, [*known, *of_others], otherwise, also)
@@ -69,7 +71,7 @@ def build_model(architecture: str, num_classes: int) -> nn.Module:
         UserError: no such model.
     """
     check_architecture(architecture)
-    if (task := task_of(architecture)) != "classification":
+    if not TASKS[task := task_of(architecture)].classifies:
         own = networks_of(task)
         name, has_backbone, backbone = architecture.removeprefix(f"{task}/").partition("/timm/")
         return own[f"{name}/timm/NAME"](num_classes, backbone) if has_backbone else own[name](num_classes)

@@ -35,7 +35,9 @@ class TaskSpec:
         purpose: What a model is for, with {number} and {names} of its classes, or {source} and {target} of text.
         agreement: What two models agree on, and a share of which things: "the same ... on 99 % of the ...".
         pipeline: The file that trains for it.
-        counts_images: The score is the share of images that are right.
+        classifies: An image has one class. The score is the share of images that are right, a model's answers are
+            classes with probabilities, and networks are those of torchvision and timm. Others have `answers` and
+            `networks` of their own.
     """
 
     name: TaskName
@@ -50,7 +52,7 @@ class TaskSpec:
     module: str = ""
     training_score: str = ""
     of_text: bool = False
-    counts_images: bool = False
+    classifies: bool = False
 
     @property
     def unit(self) -> str:
@@ -73,7 +75,7 @@ TASKS: dict[TaskName, TaskSpec] = {
             "them all the same.",
             agreement=("class", "images"),
             pipeline="pipelines/resnet50.py",
-            counts_images=True,
+            classifies=True,
         ),
         TaskSpec(
             name="detection",

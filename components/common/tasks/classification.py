@@ -7,6 +7,9 @@ from torch import nn
 class Classification:
     """See Task."""
 
+    def move_label(self) -> None:
+        """See Task."""
+
     def labels(self, fetched: torch.Tensor) -> torch.Tensor:
         """Decimal text of fixed width to numbers. fetched: [B, width] uint8, ASCII digits. Returns [B] int64."""
         digits = fetched.to(torch.int64) - ord("0")

@@ -1,13 +1,21 @@
 """The interface of a task's module."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
+if TYPE_CHECKING:  # DALI, which is not wherever networks are
+    from components.common.data.dali_pipelines import Way
+
 
 class Task(Protocol):
     """The task's code."""
+
+    def move_label(self) -> "Callable[[Any, Way], Any] | None":
+        """How a packed label goes the way of its image in DALI's pipelines; None where none lies on the image."""
+        ...
 
     def labels(self, fetched: torch.Tensor) -> torch.Tensor:
         """A batch's labels as training and validation take them, from what the loader's pipeline yields of them."""

@@ -27,7 +27,7 @@ from components.common.data.places import (
     translate_errors,
 )
 from components.common.tasks import TASKS, TaskName
-from components.preprocess.sources import annotations, masks, parallel_text
+from components.preprocess.sources import parallel_text
 from components.preprocess.sources.folders import LocalTree, Tree, folder_source, remote_tree
 from components.preprocess.sources.samples import (
     FileStorage,
@@ -42,6 +42,7 @@ from components.preprocess.sources.samples import (
 from components.preprocess.sources.tables import csv_rows, parquet_rows, table_source
 from components.preprocess.sources.tars import compressed_tar_source, shard_source, tar_files, tar_source
 from components.preprocess.sources.zips import zip_source
+from components.preprocess.tasks import labels_of
 
 __all__ = [
     "FOLDER",
@@ -120,9 +121,7 @@ def check_data_folder(data: str, task: TaskName = "classification") -> None:
         suffixes, wanted, example = parallel_text.SUFFIXES, parallel_text.WANTED, "phrases"
     else:
         suffixes = tuple(suffix for kind in KINDS for suffix in kind.suffixes)
-        classes = "name a folder with one sub-folder of images per class, an archive of it or a table "
-        classes += f"({', '.join(suffixes)})"
-        wanted, example = (_WANTED[task], "shapes") if task in _WANTED else (classes, "digits")
+        wanted, example = labels_of(task).wanted, labels_of(task).example
     is_file = file_name(data).endswith(suffixes)
     if is_uri(data):
         check_uri(data, "data")
@@ -173,16 +172,6 @@ def is_listed_soon(data: str, *, seconds: float) -> bool:
     return True
 
 
-TREES: dict[TaskName, Callable[[Tree, Storage, Options], Source]] = {
-    "classification": folder_source,
-    "detection": annotations.boxes_source,
-    "segmentation": masks.masks_source,
-}
-"""Lists the samples of a tree of files, by task."""
-
-_WANTED = {"detection": annotations.WANTED, "segmentation": masks.WANTED}
-
-
 def find_samples(
     data: str,
     *,
@@ -209,11 +198,11 @@ def find_samples(
     check_data_folder(data, task)
     names = read_class_names(Path(class_names_file)) if class_names_file else None
     kind = kind_of(data)
-    if kind.is_table and task != "classification":
+    if kind.is_table and not TASKS[task].classifies:
         raise UserError(
-            f"{data} is a table, which has one class per image; for {task} {_WANTED[task]}",
+            f"{data} is a table, which has one class per image; for {task} {labels_of(task).wanted}",
             code="no-annotations",
             setting="data",
         )
-    options = Options(names=names, val_fraction=val_fraction, seed=seed, of_tree=TREES[task])
+    options = Options(names=names, val_fraction=val_fraction, seed=seed, of_tree=labels_of(task).list_samples)
     return kind.list_samples(data, scratch, options)

@@ -22,6 +22,7 @@ from components.common.data.places import (
     nothing_at,
     translate_errors,
 )
+from components.common.tasks import TASKS
 from components.preprocess.sources.samples import (
     SYNSET_MAPS,
     VAL_NAMES,
@@ -522,7 +523,8 @@ def _refuse_other_tasks(tree: Tree, base: str, folders: Sequence[str]) -> None:
         boxes += [joined(base, name) for name in tree.names(base) if name.lower().endswith(".json")]
     masks = [paths["masks"]] if {"images", "masks"} <= paths.keys() else []
     if boxes or masks:
-        fits = " or ".join(["`enginery run detection`"] * bool(boxes) + ["`enginery run segmentation`"] * bool(masks))
+        found = {"boxes": boxes, "mask": masks}
+        fits = " or ".join(f"`enginery run {each.name}`" for each in TASKS.values() if found.get(each.label_member))
         raise UserError(
             f"{shown(tree.name, base)} has no folder per class, but images and {', '.join([*masks, *boxes][:5])}, as "
             f"other tasks have: take {fits}. To classify, arrange the images as {_WANTED}",

@@ -1,5 +1,8 @@
 """Detection: boxes with classes, mAP."""
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import torch
 from torch import nn
@@ -8,6 +11,9 @@ from components.common.tasks.detection.average_precision import FOUND, IGNORED, 
 from components.common.tasks.detection.boxes import MAX_CANDIDATES, NUM_BOX_VALUES
 from components.common.tasks.detection.loss import DetectionLoss
 from components.common.tasks.detection.predictions import BoxPredictions
+
+if TYPE_CHECKING:
+    from components.common.data.dali_pipelines import Way
 
 _LEAST, _MOST, _NUM_BINS = -3.0, 7.0, 200  # of logits: scores from 0.05 to 0.999
 _NUM_COUNTS = len(THRESHOLDS) * 2 * _NUM_BINS  # of a class
@@ -19,6 +25,12 @@ class Detection:
     """See Task. Labels are [B, M, 6] float32: see Batch."""
 
     _loss = DetectionLoss()
+
+    def move_label(self) -> "Callable[[Any, Way], Any]":
+        """See Task."""
+        from components.common.tasks.detection.moves import moved
+
+        return moved
 
     def labels(self, fetched: torch.Tensor) -> torch.Tensor:
         """Move boxes to where they lie in the model's input, cut them at its edge, and leave out those outside.

@@ -1,9 +1,15 @@
 """Segmentation: a class for each pixel, mIoU."""
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import nn
 
 from components.common.tasks.segmentation import VOID
+
+if TYPE_CHECKING:
+    from components.common.data.dali_pipelines import Way
 
 
 class PixelLoss(nn.Module):
@@ -34,6 +40,12 @@ class PixelLoss(nn.Module):
 
 class Segmentation:
     """See Task. Outputs are [B, classes, H, W] logits, labels [B, H, W] int64 with VOID where no class is."""
+
+    def move_label(self) -> "Callable[[Any, Way], Any]":
+        """See Task."""
+        from components.common.tasks.segmentation.moves import moved
+
+        return moved
 
     def labels(self, fetched: torch.Tensor) -> torch.Tensor:
         """Masks as numbers. fetched: [B, H, W, 1] uint8. Returns [B, H, W] int64."""

@@ -9,6 +9,9 @@ from components.common.tasks.translation.vocabulary import PAD
 class Translation:
     """See Task."""
 
+    def move_label(self) -> None:
+        """See Task."""
+
     def labels(self, fetched: torch.Tensor) -> torch.Tensor:
         """[B, L] int64, as the loader has them."""
         return fetched

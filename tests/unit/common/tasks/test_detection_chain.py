@@ -4,6 +4,7 @@ import io
 import json
 from pathlib import Path
 
+import mlflow
 import numpy as np
 import onnx
 import onnxruntime
@@ -32,6 +33,7 @@ from components.gate.run import run as gate
 from components.promote.pyfunc import BundleModel
 from enginery.cli.inspect import inspect
 from enginery.datasets.shapes import CLASSES
+from tests.unit.registered import enginery
 from tests.unit.shapes import THRESHOLDS, Chain
 
 
@@ -63,8 +65,18 @@ def test_the_report_is_on_map(chain: Chain, tmp_path: Path) -> None:
         assert "Finding objects of 5 classes" in text
         for wrong in ("top-1", "top-5", "ECE", "McNemar", "right on", "mIoU"):
             assert wrong not in text, wrong
+
+
+def test_the_gate_judges_map_and_a_release_answers_with_boxes(chain: Chain, tmp_path: Path) -> None:
     gate(GateConfig(**THRESHOLDS), StepLog("gate"), report=chain.report, output=tmp_path / "verdict")
     assert "mAP drop" in load(tmp_path / "verdict", VerdictManifest).manifest.checks[0].explanation
+    parts = {"bundle": chain.bundle, "report": chain.report, "verdict": tmp_path / "verdict"}
+    enginery("release", tmp_path / "out", *(word for name, path in parts.items() for word in (f"--{name}", path)))
+    subject = json.loads((tmp_path / "out" / "inputs.cdx.json").read_text())["metadata"]["component"]
+    assert subject["modelCard"]["modelParameters"]["task"] == "detection"
+    model = mlflow.pyfunc.load_model(str(tmp_path / "out"))
+    found = model.predict(sorted((chain.data / "val" / "images").iterdir())[:2])
+    assert list(found.columns) == ["classes", "labels", "scores", "boxes"]
 
 
 def test_boxes_are_in_pixels_of_the_image_that_was_sent(chain: Chain, tmp_path: Path) -> None:
