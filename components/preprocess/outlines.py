@@ -83,8 +83,8 @@ def _filled(corners: np.ndarray, rows_of: slice, columns_of: slice) -> np.ndarra
     columns = np.clip(np.ceil(x - 0.5), columns_of.start, columns_of.stop).astype(np.int64) - columns_of.start
     height, width = rows_of.stop - rows_of.start, columns_of.stop - columns_of.start + 1
     places = (rows - rows_of.start) * width + columns
-    flips = np.bincount(places, minlength=height * width).reshape(height, width)
-    inside: np.ndarray = flips.cumsum(axis=1)[:, :-1] % 2 == 1
+    is_odd = (np.bincount(places, minlength=height * width).astype(np.uint8) & 1).view(bool).reshape(height, width)
+    inside: np.ndarray = np.logical_xor.accumulate(is_odd, axis=1)[:, :-1]
     return inside
 
 
