@@ -76,7 +76,7 @@ def assemble(
         listing = output / f"{split}.jsonl"
         _join(listing, [listing_file(one.records, one.record.name) for one in shards])
         finder.add(split, entries_of(listing))
-        _check_any(finder, split, f"{output / REJECTED} says why of each file. Replace them with images that open")
+        _check_any(finder, split, f"{output / REJECTED} says why of each file; put that right")
     near = _find_near_duplicates(config, packed, finder, output)
     leaving = _leave_listings(near.left_out, of_split["val"], finder, output) if near is not None else {}
     _check_any(finder, "val", f"all are {LIKE_TRAINING}, see {output / REJECTED}. Take other images to validate with")

@@ -213,6 +213,8 @@ def coco(tree: Tree, files: Mapping[str, File], *, with_outlines: bool = False) 
             refused[f"{path}: image {_short(min(unlisted, key=str))}"] = (
                 f"{what} that the file does not list: {number:,}"
             )
+    if not classes and any(len(content.objects) for content in parsed.values()):
+        raise _no_coco(shown(tree.name, next(iter(parsed))), "it lists no categories, which annotations name by id")
     for path, name, key in shared:
         file = own_files.get((path, name))
         place = file.path if file else name

@@ -401,6 +401,7 @@ def test_images_whose_masks_have_the_same_names_are_found(tmp_path: Path) -> Non
         '{"images": [{"id": 1, "file_name": "a.png"} {"id": 2}]}',
         '{"images": [], "annotations": [{"id": null, "image_id": 1}]}',
         '{"images" []}',
+        '{"images": [{"id": 1, "file_name": "a.png"}], "annotations": [{"image_id": 1, "bbox": [1, 1, 5, 5]}]}',
         '{"images": [{"id": 1, "file_name": "a.png"}], "annotations": []} {"id": 2}',
         '{"images": [{"id": 1, "file_name": "a.png"}], "annotations": []}}',
         "",
@@ -455,6 +456,16 @@ def test_names_of_yolo_that_do_not_number_the_classes_are_refused(names: str, tm
     (tmp_path / "data" / "data.yaml").write_text(f"names: {names}\n", encoding="utf-8")
     with refuses("damaged-annotations"):
         packed(tmp_path / "data", tmp_path / "x")
+
+
+def test_loops_of_links_between_images_and_annotations_end(tmp_path: Path) -> None:
+    write_coco(tmp_path / "data")
+    (tmp_path / "data" / "again").symlink_to(".")
+    (tmp_path / "data" / "train" / "images" / "up").symlink_to("../..")
+    (tmp_path / "data" / "train" / "images" / "self.png").symlink_to("self.png")
+    dataset = packed(tmp_path / "data", tmp_path / "x", max_bad_fraction=0.9)
+    assert objects(dataset).keys() == OBJECTS.keys()
+    assert rejected(dataset.path).keys() == {"train/images/self.png"}
 
 
 def test_an_image_with_more_objects_than_a_batch_holds_is_named(tmp_path: Path) -> None:
