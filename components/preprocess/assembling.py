@@ -259,17 +259,17 @@ def _annotation_line(config: PreprocessConfig, packed: Sequence[Packed], finder:
     line = (
         f"something is wrong with {kinds.total():,} of {total:,} annotations, of which {num_rejected:,} were left out "
         f"({'; '.join(f'{kind}: {number:,}' for kind, number in kinds.most_common(8))}), such as {first['annotation']} "
-        f"of {first['path']}: {first['reason']}. {listing} lists all"
+        f"of {first['path']}: {first['reason']}"
     )
     if num_rejected and (config.on_bad == "fail" or num_rejected > config.max_bad_fraction * total):
         setting = "on_bad" if config.on_bad == "fail" else "max_bad_fraction"
         raise UserError(
-            f"{line}. Correct them, or leave them out with {how_to_set('preprocess', 'on_bad', 'skip')} and "
-            f"{how_to_set('preprocess', 'max_bad_fraction', 'SHARE')}",
+            f"{line}. {listing} lists all. Correct them, or leave them out with "
+            f"{how_to_set('preprocess', 'on_bad', 'skip')} and {how_to_set('preprocess', 'max_bad_fraction', 'SHARE')}",
             code="unusable-annotations",
             setting=f"preprocess.{setting}",
         )
-    return line
+    return f"{line}. {REJECTED_ANNOTATIONS} lists all"
 
 
 def _statistics(training: Sequence[ShardRecord], finder: IssueFinder) -> DatasetStatistics:
@@ -314,4 +314,4 @@ def _left_out(listing: Path) -> str:
     rejections = Rejections.of(entries_of(listing))
     kinds = "; ".join(f"{reason}: {number:,}" for reason, number in rejections.by_kind.items())
     files = "1 file" if rejections.num_files == 1 else f"{rejections.num_files:,} files"
-    return f"{files} left out ({kinds}), such as {rejections.examples[0][0]}; {listing} lists all"
+    return f"{files} left out ({kinds}), such as {rejections.examples[0][0]}; {listing.name} lists all"

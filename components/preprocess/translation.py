@@ -114,7 +114,7 @@ def _write(
         rejections.check(config, total, output)
     for split, part in written.items():
         _check_any(part.num_pairs, split, output)
-    warnings = rejections.lines(output)
+    warnings = rejections.lines()
     if size < config.vocabulary_size:
         log.note(f"the text has a vocabulary of {size:,} tokens, not {config.vocabulary_size:,}")
     if equal := sum(part.num_equal for part in written.values()):
@@ -209,11 +209,11 @@ class _Rejections:
         """How many for which problem, the most frequent first."""
         return "; ".join(f"{PROBLEMS[problem]}: {number:,}" for problem, number in self.kinds.most_common())
 
-    def lines(self, output: Path) -> list[str]:
+    def lines(self) -> list[str]:
         """A sentence on them; none where there are none."""
         number = self.kinds.total()
         pairs = "1 pair" if number == 1 else f"{number:,} pairs"
-        return [f"{pairs} left out ({self.counts()}); {output / REJECTED} lists all"] if number else []
+        return [f"{pairs} left out ({self.counts()}); {REJECTED} lists all"] if number else []
 
 
 @dataclass(kw_only=True)

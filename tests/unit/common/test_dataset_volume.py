@@ -36,12 +36,16 @@ def test_a_part_and_the_whole_lie_in_the_volume_and_outputs_are_manifests(
     few_digits: Path, tmp_path: Path, volume: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part, parts = tmp_path / "part", json.dumps([str(tmp_path / "part")])
+    data = shutil.copytree(few_digits, tmp_path / "data")
+    (data / "0/broken.png").write_bytes(b"no image")
     monkeypatch.setenv(VARIABLE, str(volume))
     monkeypatch.setenv(KFP_RUN_VARIABLE, "run")
     monkeypatch.setattr(packing, "ProcessPoolExecutor", ThisProcess)
-    PREPROCESS._execute(StepLog("preprocess"), {"data": str(few_digits), "part": "1/1", "num_workers": 1}, part, {})
+    PREPROCESS._execute(StepLog("preprocess"), {"data": str(data), "part": "1/1", "num_workers": 1}, part, {})
     done = step("merge", tmp_path / "dataset", volume, "--parts", parts)
     assert done.returncode == 0, done.stderr
+    assert "rejected.jsonl lists all" in done.stderr
+    assert "begun" not in done.stderr
     assert os.listdir(part) == os.listdir(tmp_path / "dataset") == [MANIFEST]
     assert len(list((volume / "enginery/datasets").iterdir())) == 2
     assert not list((volume / "enginery/begun").iterdir())
