@@ -59,10 +59,10 @@ class PodLogs:
         self._ended = threading.Event()
 
     def read_new_pods(self, steps: set[str] | None) -> None:
-        """Begin to read what new pods print, and say why one does not begin.
+        """Begin to read what new pods print, and say why one does not begin, be it one of KFP's own.
 
         Args:
-            steps: names of the steps; None for all pods that are no drivers.
+            steps: names of the steps whose lines are wanted; None for all pods that are no drivers.
         """
         if self._is_lost:
             return
@@ -79,9 +79,9 @@ class PodLogs:
             step = step_of(pod, steps)
             name = pod.metadata.name
             trouble = trouble_of(pod)
-            if step and trouble not in ("", self._troubles.get(name)):
+            if trouble not in ("", self._troubles.get(name)):
                 self._troubles[name] = trouble
-                echo(f"waiting     {step:<16} {trouble}")
+                echo(f"waiting     {step or name:<16} {trouble}")
             key = f"{name} {pod.metadata.uid}"  # of a pod that is lost, Argo makes another by the same name
             if step and key not in self._threads and _has_begun(pod):
                 thread = threading.Thread(target=self._read, args=(name, step), name=f"log-of-{name}", daemon=True)

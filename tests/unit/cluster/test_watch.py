@@ -145,6 +145,18 @@ def test_a_pod_that_can_not_begin_is_explained_once(
     assert capsys.readouterr().out.splitlines() == [f"waiting     train            Unschedulable {message}"]
 
 
+def test_a_driver_that_can_not_begin_is_explained(
+    pods: Pods, logs: PodLogs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver = pod("r-driver-7", "resnet50-x7k2p.root-driver", began=False)
+    text = "container has runAsNonRoot and image will run as root"
+    waiting = k8s.V1ContainerStateWaiting(reason="CreateContainerConfigError", message=text)
+    driver.status.container_statuses[1].state = k8s.V1ContainerState(waiting=waiting)
+    pods.pods = [driver]
+    logs.read_new_pods({"train"})
+    assert capsys.readouterr().out.splitlines() == [f"waiting     r-driver-7       CreateContainerConfigError {text}"]
+
+
 def test_a_cluster_that_refuses_or_is_not_there_costs_one_line(
     pods: Pods, logs: PodLogs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
