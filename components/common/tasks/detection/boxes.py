@@ -85,6 +85,7 @@ def _largest(values: np.ndarray, num_kept: int) -> np.ndarray:
 
 
 _BLOCK = 128  # boxes of which all overlaps are found at once: a step for each would take longer
+_COST_OF_PAIRS = 6  # of the overlap of a pair that is picked, in overlaps of all
 
 
 def suppress(boxes: np.ndarray, classes: np.ndarray, iou: float, max_kept: int) -> np.ndarray:
@@ -103,12 +104,17 @@ def suppress(boxes: np.ndarray, classes: np.ndarray, iou: float, max_kept: int) 
         places = np.arange(start, min(start + _BLOCK, len(boxes)))
         before = np.concatenate([kept, places])
         # [kept and places, places]: True where the first one takes the place of the second
-        covers = (overlap(boxes[before], boxes[places]) > iou) & (classes[before, None] == classes[places])
+        covers = (classes[before, None] == classes[places]) & (before[:, None] < places)
+        if _COST_OF_PAIRS * np.count_nonzero(covers) < covers.size:
+            first, second = np.nonzero(covers)
+            covers[first, second] = overlap_of_pairs(boxes[before[first]], boxes[places[second]]) > iou
+        else:
+            covers &= overlap(boxes[before], boxes[places]) > iou
         left = ~covers[: len(kept)].any(axis=0)
         own = covers[len(kept) :]
-        for place in np.flatnonzero(np.triu(own, 1).any(axis=1)).tolist():  # the others cover none
+        for place in np.flatnonzero(own.any(axis=1)).tolist():  # the others cover none
             if left[place]:
-                left[place + 1 :] &= ~own[place, place + 1 :]
+                left &= ~own[place]
         kept = np.concatenate([kept, places[left]])
     return kept[:max_kept]
 

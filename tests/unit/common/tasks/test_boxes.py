@@ -24,8 +24,9 @@ def test_boxes_are_at_distances_in_sides_of_the_anchor() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_suppression_is_that_of_torchvision(seed: int) -> None:
-    raw = output(seed)
+@pytest.mark.parametrize("num_classes", [3, 20])  # all overlaps are found, or those of a class
+def test_suppression_is_that_of_torchvision(seed: int, num_classes: int) -> None:
+    raw = output(seed, num_classes=num_classes)
     ours = detect(raw, SIZE, max_detections=50)
     boxes = torch.from_numpy(decode(raw)).clamp(min=0)
     boxes = torch.minimum(boxes, torch.tensor([128.0, 96, 128, 96]))
