@@ -7,10 +7,19 @@ from kubernetes import client  # type: ignore[import-untyped]
 from components.train.train_job import CONTAINER, GROUP, PLURAL, VERSION
 from enginery.cluster.resources import selector_of, tolerations_of
 from enginery.cluster.server import KFP_NAMESPACE
-from enginery.cluster.settings import GPU_STEPS, GpuPlacement, Placement, Toleration, TrainPlacement, size_bytes
+from enginery.cluster.settings import (
+    GPU_STEPS,
+    SHARED_MEMORY,
+    GpuPlacement,
+    Placement,
+    Toleration,
+    TrainPlacement,
+    size_bytes,
+)
 from enginery.doctor.access import ClusterAccess
 from enginery.doctor.checks import Finding, absent, missing, ok, warning
 from enginery.doctor.gpu import OLDEST_DRIVER, driver_number
+from enginery.doctor.machine import MIN_SHM_BYTES
 from enginery.formats import size_text
 
 _CUDA = 13  # of the images: containers/versions.hcl
@@ -103,6 +112,12 @@ def shared_memory(cluster: ClusterAccess) -> Finding:
                 f"{step} has {placed.shm} of /dev/shm, and its largest node {size_text(int(max(sizes)))} of memory",
                 f"set {step}.shm to less",
             )
+    if small := [step for step, placed in steps.items() if size_bytes(placed.shm) < MIN_SHM_BYTES]:
+        return warning(
+            f"{', '.join(f'{step} {steps[step].shm}' for step in small)}: under {size_text(MIN_SHM_BYTES)} training "
+            "on several GPUs ends in bus errors",
+            f"set {small[0]}.shm to {SHARED_MEMORY}",
+        )
     return ok(", ".join(f"{step} {one.shm}" for step, one in steps.items()) + ", in memory")
 
 

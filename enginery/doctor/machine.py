@@ -41,7 +41,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _UNLIMITED = 1 << 60  # what cgroup v1 writes for "no limit" is larger
 _MIN_MEMORY_BYTES = 4 * 10**9
-_MIN_SHM_BYTES = 10**9
+MIN_SHM_BYTES = 10**9
 _MIN_DISK_BYTES = 10 * 10**9
 _MIN_DISK_TO_START_BYTES = 10**9
 _MIN_OPEN_FILES = 4096
@@ -137,9 +137,9 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Finding:
         return missing(f"there is no {path}", fix)
     total_bytes = shutil.disk_usage(path).total
     found = f"{size_text(total_bytes)} at {path}"
-    if total_bytes >= _MIN_SHM_BYTES:
+    if total_bytes >= MIN_SHM_BYTES:
         return ok(found)
-    return warning(f"{found}: under {size_text(_MIN_SHM_BYTES)} training on several GPUs ends in bus errors", fix)
+    return warning(f"{found}: under {size_text(MIN_SHM_BYTES)} training on several GPUs ends in bus errors", fix)
 
 
 def open_files() -> Finding:
@@ -382,9 +382,12 @@ def _sqlite(path: Path) -> Finding:
 
 
 def server(uri: str) -> Finding:
-    """The answer of an MLflow server."""
+    """The answer of an MLflow server. Its /health answers to any name of its host, what steps ask for does not."""
+    address = _shown(uri).rstrip("/")
     try:
-        status = asyncio.run(_status(f"{_shown(uri).rstrip('/')}/health"))
+        status = asyncio.run(_status(f"{address}/health"))
+        if status < 400 and asyncio.run(_status(f"{address}/api/2.0/mlflow/experiments/get?experiment_id=0")) == 403:
+            status = 403
     except (OSError, ValueError, aiohttp.ClientError) as error:
         reason = str(error) or type(error).__name__
         return missing(f"{_shown(uri)} can't be reached: {reason}", f"start the server, or check the URI, {_OR_LOCAL}")

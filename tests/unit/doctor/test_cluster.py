@@ -166,6 +166,7 @@ MISSING: list[tuple[Any, ...]] = [
 
 
 WARNINGS: list[tuple[Any, ...]] = [
+    ("shared memory", nothing, "train 64Mi: under 1.0 GB", {"train": {"shm": "64Mi"}}),
     ("GPU drivers", adds_node(driver=""), "no label says which driver gpu-3 has"),
     (
         "retries",

@@ -278,6 +278,13 @@ def test_tracking_server(monkeypatch: pytest.MonkeyPatch, status: int, expected:
     assert (gone.status, "can't be reached" in gone.found) == ("missing", True)
 
 
+def test_a_tracking_server_that_does_not_know_this_name_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(Served(answers=lambda method, path, body: (200 if path == "/health" else 403, {}))) as server:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", server.endpoint)
+        finding = machine.tracking()
+    assert (finding.status, "answers 403" in finding.found, "--allowed-hosts" in finding.fix) == ("missing", True, True)
+
+
 def test_a_tracking_server_that_leads_to_an_inner_address(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(Served()) as inner, serving(Served()) as server:
         server.answers = lambda *_: (302, {}, {"Location": f"{inner.endpoint}/latest/meta-data"})
