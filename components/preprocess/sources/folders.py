@@ -13,6 +13,7 @@ from typing import BinaryIO, NamedTuple
 
 from components.common.contracts.errors import UserError
 from components.common.data.places import (
+    MAX_FILE_BYTES,
     MAX_TEXT_BYTES,
     LocalPlace,
     RemotePlace,
@@ -253,13 +254,19 @@ class ListedTree:
         return self._storage.read(sample_of(file, 0))
 
     def open(self, path: str) -> BinaryIO:
-        """As LocalTree; of an archive as much as fits into memory."""
+        """As LocalTree. Raises UserError: a file within an archive is too large for memory."""
         if isinstance(self._storage, FileStorage):
             return self._storage.place.open(path)
         file = next((file for file in self._files.get(path.rpartition("/")[0], ()) if file.path == path), None)
         if file is None:
             raise FileNotFoundError(path)
-        check_size(file.size_bytes)
+        if file.size_bytes > MAX_FILE_BYTES:
+            raise UserError(
+                f"{shown(self.name, path)} has {file.size_bytes:,} bytes, and a file within an archive is read into "
+                f"memory, of at most {MAX_FILE_BYTES:,} bytes; unpack the archive, and name its folder",
+                code="annotations-too-large",
+                setting="data",
+            )
         return io.BytesIO(self._storage.read(sample_of(file, 0)))
 
 

@@ -13,6 +13,7 @@ import pytest
 from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
+from components.preprocess.sources import folders
 from components.preprocess.sources.json_stream import json_arrays
 from components.train.config import TrainConfig
 from components.train.training import train
@@ -148,6 +149,15 @@ def test_an_archive_holds_what_the_folder_does(name: str, tmp_path: Path) -> Non
     write_coco(tmp_path / "data")
     file = archive(tmp_path / name, tmp_path / "data", "top/")
     assert objects(packed(file, tmp_path / "x")) == objects(packed(tmp_path / "data", tmp_path / "y"))
+
+
+def test_annotations_too_large_to_be_read_from_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_coco(tmp_path / "data")
+    file = archive(tmp_path / "data.tar", tmp_path / "data", "top/")
+    monkeypatch.setattr(folders, "MAX_FILE_BYTES", 100)
+    with refuses("annotations-too-large", "data"):
+        packed(file, tmp_path / "x")
+    packed(tmp_path / "data", tmp_path / "y")
 
 
 def test_labels_beside_the_image_are_float32_rows_and_scale_with_it(tmp_path: Path) -> None:
