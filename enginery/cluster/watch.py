@@ -59,7 +59,7 @@ class PodLogs:
         self._ended = threading.Event()
 
     def read_new_pods(self, steps: set[str] | None) -> None:
-        """Begin to read what new pods print, and say why one does not begin, be it one of KFP's own.
+        """Begin to read what new pods print, and say why one does not begin or was ended, be it one of KFP's own.
 
         Args:
             steps: names of the steps whose lines are wanted; None for all pods that are no drivers.
@@ -78,10 +78,10 @@ class PodLogs:
         for pod in pods:
             step = step_of(pod, steps)
             name = pod.metadata.name
-            trouble = trouble_of(pod)
-            if trouble not in ("", self._troubles.get(name)):
-                self._troubles[name] = trouble
-                echo(f"waiting     {step or name:<16} {trouble}")
+            for what, text in (("waiting", trouble_of(pod)), ("lost", _loss_of(pod))):
+                if text not in ("", self._troubles.get(name)):
+                    self._troubles[name] = text
+                    echo(f"{what:<11} {step or name:<16} {text}")
             key = f"{name} {pod.metadata.uid}"  # of a pod that is lost, Argo makes another by the same name
             if step and key not in self._threads and _has_begun(pod):
                 thread = threading.Thread(target=self._read, args=(name, step), name=f"log-of-{name}", daemon=True)
@@ -141,6 +141,17 @@ def step_of(pod: Any, steps: set[str] | None) -> str:
     if steps is None:
         return next((part for part in reversed(parts) if part not in ("executor", "root")), "")
     return next((part for part in reversed(parts) if part in steps), "")
+
+
+def _loss_of(pod: Any) -> str:
+    """Why the cluster ended a pod, such as "OOMKilled" or "Evicted"; "" if it did not."""
+    for status in pod.status.container_statuses or ():
+        ended = status.state.terminated if status.state else None
+        if status.name == _CONTAINER and ended and ended.reason == "OOMKilled":
+            (container,) = (container for container in pod.spec.containers if container.name == _CONTAINER)
+            limit = ((container.resources and container.resources.limits) or {}).get("memory", "the node")
+            return f"OOMKilled: it needs more memory than {limit}"
+    return f"{pod.status.reason} {pod.status.message or ''}".strip() if pod.status.reason else ""
 
 
 def _has_begun(pod: Any) -> bool:

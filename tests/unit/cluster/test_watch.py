@@ -157,6 +157,26 @@ def test_a_driver_that_can_not_begin_is_explained(
     assert capsys.readouterr().out.splitlines() == [f"waiting     r-driver-7       CreateContainerConfigError {text}"]
 
 
+def test_a_pod_that_the_cluster_ended_is_explained_once(
+    pods: Pods, logs: PodLogs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = pod("r-impl-1", "resnet50-x7k2p.root.train.executor(0)", began=False)
+    ended = k8s.V1ContainerStateTerminated(reason="OOMKilled", exit_code=1)
+    killed.status.container_statuses[1].state = k8s.V1ContainerState(terminated=ended)
+    resources = k8s.V1ResourceRequirements(limits={"memory": "500Mi"})
+    killed.spec = k8s.V1PodSpec(containers=[k8s.V1Container(name="main", resources=resources)])
+    evicted = pod("r-impl-2", "resnet50-x7k2p.root.export.executor(0)", began=False)
+    message = 'Container main exceeded its local ephemeral storage limit "600Mi". '
+    evicted.status = k8s.V1PodStatus(phase="Failed", reason="Evicted", message=message)
+    pods.pods, pods.lines = [killed, evicted], {"r-impl-1": []}
+    for _ in range(2):
+        logs.read_new_pods({"train", "export"})
+    assert capsys.readouterr().out.splitlines() == [
+        "lost        train            OOMKilled: it needs more memory than 500Mi",
+        f"lost        export           Evicted {message.strip()}",
+    ]
+
+
 def test_a_cluster_that_refuses_or_is_not_there_costs_one_line(
     pods: Pods, logs: PodLogs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
