@@ -1,4 +1,4 @@
-"""Damaged tables, archives, models and manifests: each ends with an error of ours or with what can be read.
+"""Damaged tables, archives, labels, models and manifests: each ends with an error of ours or with what can be read.
 
 python -m benchmarks.fuzz parsers --machine NAME --num-cases 10000
 """
@@ -9,11 +9,12 @@ import io
 import json
 import lzma
 import random
+import shutil
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +32,11 @@ from components.common.contracts.manifests import (
     load,
 )
 from components.common.runtimes.architectures import load_weights, read_weights
+from components.common.tasks import TaskName
 from components.export.onnx_export import read_user_onnx
+from components.preprocess.decoding import Rejected
 from components.preprocess.sources import Unreadable, find_samples, read_sample
+from components.preprocess.tasks import labels_of
 from tests.fuzz.images import mutate
 from tests.fuzz.running import limited
 
@@ -115,6 +119,46 @@ def _read_source(file: Path) -> None:
                 read_sample(source.storage, sample)
 
 
+def _coco() -> bytes:
+    outlines = [
+        [[5, 5, 25.5, 5, 25, 25]],
+        {"size": [48, 64], "counts": [10, 20, 48 * 64 - 30]},
+        [],
+        [[1, 1, 9, 1, 9, 9]],
+    ]
+    return json.dumps(
+        {
+            "images": [{"id": n, "file_name": f"{n}.png", "width": 64, "height": 48} for n in range(4)],
+            "annotations": [
+                {"id": n, "image_id": n, "category_id": n % 2, "bbox": [5, 5.5, 20, 20], "segmentation": outline}
+                for n, outline in enumerate(outlines)
+            ],
+            "categories": [{"id": 0, "name": "a"}, {"id": 1, "name": "b"}],
+        }
+    ).encode()
+
+
+_VOC = b"""<annotation><size><width>64</width><height>48</height></size><object><name>a</name>
+<bndbox><xmin>5</xmin><ymin>5</ymin><xmax>25</xmax><ymax>25</ymax></bndbox></object></annotation>"""
+_YOLO = b"0 0.5 0.5 0.2 0.2\n1 0.25 0.25 0.75 0.25 0.75 0.75\n"
+
+
+def _read_labels(file: Path, tasks: Sequence[TaskName] = ("detection",)) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(4):
+            Path(folder, f"{number}.png").touch()
+        for name in (file.name, f"1{file.suffix}"):  # of two images, if it is of one
+            shutil.copy(file, Path(folder, name))
+        for task in tasks:
+            source = find_samples(
+                folder, val_fraction=0.25, seed=0, class_names_file="", scratch=Path(folder), task=task
+            )
+            for sample in (*source.splits["train"], *source.splits["val"]):
+                if sample.annotation is not None:  # else it is refused
+                    with contextlib.suppress(Rejected):
+                        labels_of(task).pack(sample, (64, 48), (32, 24), source.storage)
+
+
 def _read_weights(file: Path) -> None:
     load_weights(_network(), read_weights(file), str(file))
 
@@ -152,6 +196,9 @@ def originals() -> dict[str, tuple[bytes, Callable[[Path], object]]]:
         name: (data, _read_source) for name, data in files.items()
     }
     return readers | {
+        "annotations.json": (_coco(), partial(_read_labels, tasks=("detection", "segmentation"))),
+        "0.xml": (_VOC, _read_labels),
+        "0.txt": (_YOLO, _read_labels),
         "model.onnx": (_onnx(), read_user_onnx),
         "weights.pt": (_weights(), _read_weights),
         "weights.safetensors": (save(_network().state_dict()), _read_weights),
