@@ -8,6 +8,7 @@ Runs once per number of GPUs: one, two, four, as many as there are.
 import statistics
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import click
 import torch
 
 from benchmarks.results import RESULTS, write_result
-from components.common.contracts.environment import keep_streams_apart
+from components.common.contracts.environment import keep_streams_apart, num_cores
 from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, load
 from components.common.data.loader import Loader
 from components.common.process.steplog import StepLog
@@ -51,25 +52,28 @@ def main(bundle: Path, dataset: Path, machine: str, results: Path) -> None:
     runs: list[Any] = [turns]
     if len(gpus_alike()) > 1:
         one.close()
-        several, opening = [], []
+        several, opening, loading = [], [], []
         for _ in range(_TURNS):
             places, opening_s = _opened(config, models, num_images)
             several.append(_evaluate(config, places, models, data, log))
+            loading.append(_loaders_s(models, data, len(places)))
             for place in places:
                 place.close()
             opening.append({"one GPU": _opened(config, models, num_images, close=True)[1], "all GPUs": opening_s})
         measures["opening_seconds"] = statistics.median(times["one GPU"] for times in opening)
         measures["opening_seconds_all_gpus"] = statistics.median(times["all GPUs"] for times in opening)
+        measures["loader_seconds_all_gpus"] = statistics.median(loading)
         measures["num_gpus"] = float(len(gpus_alike()))
         measures["evaluation_seconds_all_gpus"] = statistics.median(several)
         measures["one_gpu_over_all_gpus"] = seconds["evaluation"] / measures["evaluation_seconds_all_gpus"]
-        runs.append({"evaluation on all GPUs": several, "opening": opening})
+        runs.append({"evaluation on all GPUs": several, "opening": opening, "loader on all GPUs": loading})
     precisions = ", ".join(selection.precision for selection in one.selections if selection.runner is not None)
     notes = (
         f"{models.manifest.architecture} at {models.manifest.shapes.height} px, {precisions}, from shards to "
         "predictions. Loader: the same batches, decoded and thrown away. Engines: all images at the throughput of the "
         f"largest batch, copies included, summed over the precisions. Medians of {_TURNS} turns, one after the other. "
-        "Engines are open before; opening them, on one GPU and on all at the same time, is measured by itself."
+        "Engines are open before; opening them, on one GPU and on all at the same time, is measured by itself, and "
+        "so are loaders on all GPUs at once."
     )
     write_result(
         machine,
@@ -81,13 +85,29 @@ def main(bundle: Path, dataset: Path, machine: str, results: Path) -> None:
     )
 
 
-def _loader_s(models: Artifact[BundleManifest], data: Artifact[DatasetManifest]) -> float:
+def _loader_s(
+    models: Artifact[BundleManifest], data: Artifact[DatasetManifest], gpu: int = 0, num_gpus: int = 1
+) -> float:
     started = time.perf_counter()
-    batch_size = models.manifest.shapes.max_batch
-    for _ in Loader(data, "val", models.manifest.transform, batch_size=batch_size, device_id=0):
+    for _ in Loader(
+        data,
+        "val",
+        models.manifest.transform,
+        batch_size=models.manifest.shapes.max_batch,
+        shard_id=gpu,
+        num_shards=num_gpus,
+        device_id=gpu,
+        num_threads=max(1, num_cores() // num_gpus),
+    ):
         pass
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(gpu)
     return time.perf_counter() - started
+
+
+def _loaders_s(models: Artifact[BundleManifest], data: Artifact[DatasetManifest], num_gpus: int) -> float:
+    """Of loaders that share the images and the host's cores, until the last has ended."""
+    with ThreadPoolExecutor(num_gpus) as pool:
+        return max(pool.map(lambda gpu: _loader_s(models, data, gpu, num_gpus), range(num_gpus)))
 
 
 def _engines_s(selections: Sequence[RuntimeSelection], models: Artifact[BundleManifest], num_images: int) -> float:

@@ -64,7 +64,9 @@ class Streams:
             for index, source in enumerate(sources)
         ]
         self._stop = threading.Event()
-        self._changed = threading.Condition()
+        # One lock; who takes frames waits for them, and readers for room, so that a frame wakes no other reader.
+        lock = threading.RLock()
+        self._changed, self._taken = threading.Condition(lock), threading.Condition(lock)
         self._files = deque(state for state in self.states if not state.source.is_live)
         self._num_left = len(self.states)  # streams that have not ended
         self._waiting: deque[StreamState] = deque()  # streams with frames, the next in turn first
@@ -90,6 +92,7 @@ class Streams:
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
+            self._taken.notify_all()
 
     def take(self, max_frames: int) -> list[tuple[StreamState, VideoFrame]]:
         """Wait for frames, and for more that can come up to `max_wait_ms`. Empty once all streams have ended.
@@ -114,7 +117,7 @@ class Streams:
                 taken.append((state, state.queue.popleft()))
                 if state.queue:
                     self._waiting.append(state)
-            self._changed.notify_all()
+            self._taken.notify_all()
         return taken
 
     def _find_stalls(self, now: float) -> None:
@@ -144,7 +147,7 @@ class Streams:
             if not state.drops and len(state.queue) >= self.config.queue_frames:
                 self._num_full += 1
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._stop.is_set() or len(state.queue) < self.config.queue_frames)
+                self._taken.wait_for(lambda: self._stop.is_set() or len(state.queue) < self.config.queue_frames)
                 self._num_full -= 1
                 if self._stop.is_set():
                     return
