@@ -1,5 +1,6 @@
 """export of a translator: encoder and step as ONNX, INT8 chosen by BLEU on sentences of the training split."""
 
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from components.common.contracts.digests import digest_json
+from components.common.contracts.digests import digest_file, digest_json
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import (
     Artifact,
@@ -73,7 +74,7 @@ from components.export.engines import (
 from components.export.onnx_export import MAX_RELATIVE_ERROR, traced
 from components.export.placement import activation_tensors, has_unsigned_activations, quantizable_layers, with_names
 from components.export.precision import raise_opset, to_fp16
-from components.export.qdq import Arithmetic, insert_qdq
+from components.export.qdq import Arithmetic, WeightStorage, insert_qdq
 
 _METHODS = tuple(name for name in RANGES if name != "smoothquant")
 _NUM_CHECKED = 8  # sentences on which ONNX Runtime and torch are compared
@@ -168,6 +169,11 @@ def _saved(graphs: Graphs, precision: str, folder: Path) -> dict[str, Path]:
     return files
 
 
+def _weight_storage() -> WeightStorage:
+    """TensorRT 8.6 refuses constants of type int8 in attention."""
+    return "dq" if is_strongly_typed() else "qdq"
+
+
 def _in_fp16(graphs: Graphs) -> Graphs:
     encoder, step = (raise_opset(to_fp16(graph)) for graph in graphs)
     return encoder, step
@@ -247,6 +253,8 @@ class _PlanBuilder:
     log: StepLog
     shapes: Mapping[str, Sequence[str | int]]  # of each tensor; an axis that changes by its name
     sizes: Sequence[Mapping[str, tuple[int, int, int]]]  # of those axes in each profile: smallest, tuned for, largest
+    _built: dict[tuple[Precision, str], tuple[EngineEntry, Path]] = field(default_factory=dict)
+    _folder: TemporaryDirectory[str] = field(default_factory=TemporaryDirectory)
 
     @classmethod
     def of(
@@ -270,20 +278,29 @@ class _PlanBuilder:
         Raises:
             EngineryError: one can't be built.
         """
-        cache = cache_folder(self.config)
-        return [
-            build_engine(
-                file,
-                file.with_suffix(".plan").with_stem(name.format(precision)),
-                precision=precision,
-                shapes=self._tensors(graph),
-                timing_cache_path=cache / TIMING_CACHES if cache else None,
-                optimization_level=self.config.optimization_level,
-                workspace_bytes=self.config.workspace_bytes,
-                options=self.config.engine_options,
-            )
-            for graph, file, name in reversed(list(zip(graphs, files, (ENCODER, "{}"), strict=True)))
-        ]
+        cache, entries = cache_folder(self.config), []
+        for graph, file, name in reversed(list(zip(graphs, files, (ENCODER, "{}"), strict=True))):
+            plan, key = file.with_suffix(".plan").with_stem(name.format(precision)), (precision, digest_file(file))
+            if key in self._built:  # as a candidate of INT8
+                entry, known = self._built[key]
+                shutil.copyfile(known, plan)
+            else:
+                entry = build_engine(
+                    file,
+                    plan,
+                    precision=precision,
+                    shapes=self._tensors(graph),
+                    timing_cache_path=cache / TIMING_CACHES if cache else None,
+                    optimization_level=self.config.optimization_level,
+                    workspace_bytes=self.config.workspace_bytes,
+                    options=self.config.engine_options,
+                )
+                known = Path(self._folder.name) / f"{len(self._built)}.plan"
+                self._built[key] = entry, Path(shutil.copyfile(plan, known))
+            weights = _weight_storage() if precision == "int8" else "dq"
+            names = {"file": plan.name, "source_onnx": file.name}
+            entries.append(entry.model_copy(update={**names, "weights": weights}))
+        return entries
 
     def build_all(self, output: Path) -> tuple[tuple[EngineEntry, ...], str]:
         """The plans of all precisions beside their ONNX files, and why some are missing.
@@ -460,7 +477,11 @@ class _Search:
             return entry, self._int8(self.scales, ())
         began = time.perf_counter()
         fp32 = self._predictions(self.fp32, selection)
-        trials = [self._trial(method, scales[method], (), fp32, selection) for method in methods]
+        trials: list[Trial] = []
+        for method in methods:
+            trials.append(self._trial(method, scales[method], (), fp32, selection))
+            if trials[-1].score_pct >= fp32.score_pct:  # INT8 can't be expected to do better
+                break
         best = max(trials, key=lambda trial: trial.score_pct)
         ranking: list[LayerCost] = []
         if self.config.fallback and not best.within_budget:
@@ -510,7 +531,8 @@ class _Search:
         own = set(excluded).intersection(layers)
         if len(own) == len(layers):
             return graph
-        return insert_qdq(graph, scales, exclude=own, arithmetic=self.arithmetic)
+        weights = "dq" if self.plans is None else _weight_storage()
+        return insert_qdq(graph, scales, exclude=own, arithmetic=self.arithmetic, weights=weights)
 
     def _predictions(self, graphs: Graphs, pairs: Pairs) -> TextPredictions:
         translator = self.translator(network=self._compiled(graphs))
