@@ -134,7 +134,7 @@ def _row(
         delta_points=own.score_pct - fp32.score_pct if fp32 else None,
         agreement_pct=own.agreement_pct(fp32) if fp32 else None,
         comparison=own.comparison(fp32) if fp32 and precision != "fp32" else None,
-        note=empty if own.num_undefined else "",
+        note=". ".join(filter(None, (translator.note, empty if own.num_undefined else ""))),
     )
 
 

@@ -129,6 +129,7 @@ def _inspect_sentences(bundle: Artifact[BundleManifest], sentences: Sequence[str
                 if isinstance(answer, UserError):
                     raise UserError(f"{sentence[:60]!r}: {answer}", code=answer.code, setting="--sentence")
                 one = {"precision": precision, "runtime": translator.runtime, "translation": answer}
+                one |= {"note": translator.note}
                 results.append({"sentence": sentence, **one})
     results.sort(key=lambda one: sentences.index(one["sentence"]))
     if as_json:
@@ -139,6 +140,8 @@ def _inspect_sentences(bundle: Artifact[BundleManifest], sentences: Sequence[str
     for one in results:
         table.add_row(*(escape(shown(one[name])) for name in ("sentence", "precision", "runtime", "translation")))
     console.print(table)
+    for note in dict.fromkeys(f"{one['precision'].upper()}: {one['note']}" for one in results if one["note"]):
+        console.print(escape(note), style="dim")
 
 
 def _problem(

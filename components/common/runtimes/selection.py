@@ -133,13 +133,17 @@ def _open(
 ) -> RuntimeSelection:
     """Load a model. `unused` is why the bundle's plans don't run here, `note` what else is to be said."""
     opened = runtime.module.open_model(bundle, precision)
-    instead = f"{runtime.label} ran the ONNX file, not the plan: {unused}" if unused else ""
     return RuntimeSelection(
         precision=precision,
         file=opened.file,
         runner=opened.runner,
-        note=". ".join(filter(None, (instead, *opened.notes, note))),
+        note=". ".join(filter(None, (note_of_fallback(runtime, unused), *opened.notes, note))),
     )
+
+
+def note_of_fallback(runtime: Runtime, unused: str) -> str:
+    """What runs instead of a bundle's plans; nothing where `unused`, why they are not, is empty."""
+    return f"{runtime.label} ran the ONNX file, not the plan: {unused}" if unused else ""
 
 
 def fit_model(models: Sequence[CpuModel]) -> CpuModel:

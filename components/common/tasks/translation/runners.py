@@ -11,7 +11,7 @@ from components.common.contracts.manifests import Artifact, BundleManifest
 from components.common.contracts.records import EngineEntry, Precision
 from components.common.contracts.transforms import TextSpec
 from components.common.runtimes import RuntimeOption
-from components.common.runtimes.selection import choose_runtime
+from components.common.runtimes.selection import choose_runtime, note_of_fallback
 from components.common.tasks.translation.search import Network, padded, search
 from components.common.tasks.translation.vocabulary import Vocabulary
 
@@ -56,10 +56,12 @@ class OpenVinoNetwork:
 
 
 class Translator:
-    """Translates by one network, whose encoder and step are in `files`."""
+    """Translates by one network, whose encoder and step are in `files`; `note` is what else is to be said of it."""
 
-    def __init__(self, network: Network, vocabulary: Vocabulary, text: TextSpec, files: Sequence[Path]) -> None:
-        self._network, self._vocabulary, self._text, self.files = network, vocabulary, text, files
+    def __init__(
+        self, network: Network, vocabulary: Vocabulary, text: TextSpec, files: Sequence[Path], note: str = ""
+    ) -> None:
+        self._network, self._vocabulary, self._text, self.files, self.note = network, vocabulary, text, files, note
         self.runtime, self.device = network.runtime, network.device
 
     def tokens(self, sentences: Sequence[str]) -> list[list[int]]:
@@ -131,7 +133,7 @@ def open_translator(
         RuntimeUnavailable: nothing here does, or not the runtime that `option` names.
     """
     models, text = bundle.manifest.models, bundle.manifest.text_spec
-    runtime, _ = choose_runtime(bundle, option)
+    runtime, unused = choose_runtime(bundle, option)
     names = ENCODER.format(precision), precision
     network: Network
     if runtime.runs_plans:
@@ -142,7 +144,8 @@ def open_translator(
     else:
         files = [bundle.file(models[name]) for name in names]
         network = OpenVinoNetwork(*files)
-    return Translator(network, Vocabulary.read(bundle.file(text.vocabulary)), text, files)
+    vocabulary = Vocabulary.read(bundle.file(text.vocabulary))
+    return Translator(network, vocabulary, text, files, note_of_fallback(runtime, unused))
 
 
 def open_plans(files: Sequence[Path], entries: Sequence[EngineEntry], max_tokens: int) -> Network:

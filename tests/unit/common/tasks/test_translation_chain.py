@@ -1,6 +1,7 @@
 """A translator from pairs of sentences to a bundle: what its artifacts say, and that it resumes and translates."""
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from components.export.translation import read_pairs
 from components.train.config import TrainConfig
 from components.train.trainer import Trainer
 from components.train.training import train
+from tests.unit.measurements import engine_entry
 from tests.unit.refusals import refuses
 from tests.unit.shapes import Chain
 
@@ -50,6 +52,14 @@ def test_sentences_are_translated_alike_in_any_batch(translator: Chain) -> None:
             opened.translate(["word " * 10_000])
         with refuses("sentence-too-long"):
             opened.translate(["ö ß " * 300])
+
+
+def test_why_plans_are_not_run_is_said(translator: Chain) -> None:
+    bundle = load(translator.bundle, BundleManifest)
+    assert open_translator(bundle, "fp32").note == ""
+    plan = engine_entry(file="fp32.plan", precision="fp32", source_onnx="fp32.onnx", onnx_digest="")
+    with_plan = replace(bundle, manifest=bundle.manifest.model_copy(update={"engines": (plan,)}))
+    assert open_translator(with_plan, "fp32").note.startswith("OpenVINO ran the ONNX file, not the plan: ")
 
 
 @pytest.mark.parametrize(
