@@ -67,7 +67,7 @@ test-gpu: $(INSTALLED_DEV) ## Tests that need a GPU and TensorRT; they fail wher
 test-faults: $(INSTALLED_DEV) ## Kill the chain at random times (KILLS=200), about an hour
 	$(PYTEST) -s tests/faults $(ARGS)
 
-test-cluster: $(INSTALLED_DEV) ## Install the chart on the cluster that KUBECONFIG names, and remove it (REGISTRY, TAG: of images to run; GIT_URL: for Flux)
+test-cluster: $(INSTALLED_DEV) ## Install the chart on the cluster that KUBECONFIG names, and remove it (REGISTRY, TAG: of images to run; GIT_URL: for Flux; KF_PIPELINES_ENDPOINT: for KFP)
 	@[ -n "$$KUBECONFIG" ] || { echo "KUBECONFIG is not set: name the file of a cluster to test on"; exit 1; } >&2
 	$(PYTEST) tests/helm tests/cluster -m cluster $(ARGS)
 
