@@ -22,14 +22,13 @@ import av
 import click
 import numpy as np
 import psutil
-import torch
 from PIL import ImageOps
 
 from benchmarks.results import RESULTS, write_result
 from benchmarks.shards import validation_images
 from components.analyze.config import AnalyzeConfig
 from components.analyze.run import analyze
-from components.analyze.videos import OpenVideo, find_videos, has_nvdec
+from components.analyze.videos import OpenVideo, find_videos, has_nvdec, rgb_images
 from components.common.contracts.environment import num_cores
 from components.common.contracts.manifests import (
     AnalysisManifest,
@@ -108,10 +107,12 @@ def speed(
     on_gpu = device_id is not None
     still: list[Any] = list(textures(batch_size))
     if on_gpu:
-        still = [torch.from_numpy(each).cuda() for each in still]
-    images = transform.transform(still)
+        opened = OpenVideo(find_videos((str(folder),))[0], decoder=decoders[-1], read_timeout_s=10.0, on_gpu=True)
+        still = [frame.pixels for frame in islice(opened.frames(), batch_size)]
+        opened.close()
+    images = transform.transform(rgb_images(still))
     alone = {
-        "transform": call_rate(lambda: transform.transform(still), batch_size),
+        "transform": call_rate(lambda: transform.transform(rgb_images(still)), batch_size),
         "model": call_rate(lambda: runner.infer(images), batch_size),
     }
     rates: dict[str, Any] = dict(alone)
@@ -275,9 +276,9 @@ def main(
         runs=runs,
         notes=f"{models.manifest.architecture} at {models.manifest.image_transform.crop_size} px in INT8 by "
         f"{selected.runner.runtime}; {streams} files of {frames} frames, H.264 720p. The slowest part by decoder: "
-        f"{limits}. decoder: decoded frames, on the GPU where NVDEC decodes; pixels: the same in RGB; transform: "
-        "from there to the model's input. Parts alone and analyze, in turns; on a CPU they share the cores, so the "
-        "lowest of them alone can't be reached.",
+        f"{limits}. decoder: decoded frames, on the GPU where NVDEC decodes; pixels: the same in RGB, of NVDEC its "
+        "planes; transform: from there to the model's input. Parts alone and analyze, in turns; on a CPU they share "
+        "the cores, so the lowest of them alone can't be reached.",
         directory=results,
     )
 

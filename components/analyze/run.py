@@ -21,7 +21,7 @@ from components.analyze.config import AnalyzeConfig
 from components.analyze.page import page
 from components.analyze.results import StreamResult
 from components.analyze.streams import Streams, StreamState
-from components.analyze.videos import VideoFrame, find_videos
+from components.analyze.videos import VideoFrame, find_videos, rgb_images
 from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import RuntimeUnavailable, UserError
 from components.common.contracts.manifests import (
@@ -184,7 +184,7 @@ def _label_all(
                 batch = streams.take(batch_size)
                 if not batch:
                     break
-                images = transform.transform([frame.pixels for _, frame in batch])
+                images = transform.transform(rgb_images([frame.pixels for _, frame in batch]))
                 waiting.append((batch, worker.submit(infer, batch, images)))
                 # A full batch leaves others waiting, so that the next is transformed meanwhile; what comes slowly is
                 # answered at once.

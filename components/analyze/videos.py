@@ -9,7 +9,8 @@ import netrc
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -44,6 +45,7 @@ _OPEN_TIMEOUT_S = 10.0
 _MAX_FOUND = 10_000  # videos of one folder
 _MAX_PIXELS = 8192 * 4352  # of a frame: 8K
 _ON_GPU = ("nv12", "p010le")  # what is converted there
+_PIXELS_AT_ONCE = 1 << 25  # that become colours, some 60 bytes of memory each
 # By FFmpeg's number of the colour space (BT.709, BT.601, BT.2020) the weights of red and blue in the luma.
 _LUMA_WEIGHTS = {1: (0.2126, 0.0722), 5: (0.299, 0.114), 9: (0.2627, 0.0593)}
 
@@ -68,12 +70,29 @@ class VideoFrame:
 
     number: int  # in its video, from 0, frames that were dropped included
     time_s: float  # since the video's begin, by its own clock; of a raw stream by the frame rate
-    pixels: Any  # [H, W, 3] uint8 RGB, upright: an array, on a GPU a tensor there
+    pixels: Any  # [H, W, 3] uint8 RGB, upright: an array, on a GPU a tensor or Planes there
     received_s: float  # on time.monotonic's clock, once it was decoded
 
     def array(self) -> np.ndarray:
         """The pixels in the host's memory."""
-        return self.pixels if isinstance(self.pixels, np.ndarray) else np.asarray(self.pixels.cpu())
+        return self.pixels if isinstance(self.pixels, np.ndarray) else np.asarray(rgb_images([self.pixels])[0].cpu())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planes:
+    """A frame as decoders leave it, in tensors: brightness, and for each four pixels two differences of colour."""
+
+    luma: Any  # [H, W] uint8
+    chroma: Any  # [H / 2, W / 2, 2] uint8
+    space: int  # FFmpeg's number of the colour space
+    is_full: bool  # whether all 256 levels are used
+    turns: int  # by 90 degrees, until it is upright
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the RGB image, upright."""
+        height, width = self.luma.shape
+        return (width, height, 3) if self.turns % 2 else (height, width, 3)
 
 
 def find_videos(sources: tuple[str, ...]) -> list[VideoSource]:
@@ -136,7 +155,7 @@ class OpenVideo:
             source: which one.
             decoder: "auto", "cpu" or "cuda".
             read_timeout_s: of a live source, the longest wait for data.
-            on_gpu: whether pixels are tensors on the GPU; what NVDEC decodes then never leaves it.
+            on_gpu: whether pixels are on the GPU; what NVDEC decodes then never leaves it.
 
         Raises:
             UserError: it is no video, or NVDEC was asked for and is not there.
@@ -285,12 +304,12 @@ def _reason(error: Exception) -> str:
 
 
 def _upright(frame: av.VideoFrame, on_gpu: bool) -> Any:
-    """[H, W, 3] uint8 RGB, turned as the container says."""
+    """See VideoFrame.pixels."""
     turns = round(frame.rotation / 90) % 4
-    if on_gpu and frame.sw_format is not None and frame.sw_format.name in _ON_GPU and _is_even(frame):
-        pixels = rgb_of_planes(frame)
-        return pixels.rot90(turns).contiguous() if turns else pixels
-    pixels = frame.to_ndarray(format="rgb24")
+    is_even = frame.width % 2 == frame.height % 2 == 0
+    if on_gpu and is_even and frame.sw_format is not None and frame.sw_format.name in _ON_GPU:
+        return planes_of(frame, turns)
+    pixels: np.ndarray = frame.to_ndarray(format="rgb24")
     pixels = np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels
     if not on_gpu:
         return pixels
@@ -299,29 +318,53 @@ def _upright(frame: av.VideoFrame, on_gpu: bool) -> Any:
     return torch.from_numpy(pixels).cuda()
 
 
-def _is_even(frame: av.VideoFrame) -> bool:
-    return frame.width % 2 == frame.height % 2 == 0
+def planes_of(frame: av.VideoFrame, turns: int = 0) -> Planes:
+    """A copy of the planes of NV12, or its form with 10 bits, of even sides, where they are.
 
-
-def rgb_of_planes(frame: av.VideoFrame) -> Any:
-    """[H, W, 3] uint8 RGB of NV12 or its form with 10 bits, of even sides, where its planes are.
-
-    Each colour stands for its four pixels, as in FFmpeg's conversion from yuv420p.
+    They become colours later, many at once: each operation of a reader holds up the others.
     """
     import torch
     from torch.utils.dlpack import from_dlpack
 
-    luma, chroma = (from_dlpack(plane.__dlpack__()) for plane in frame.planes)  # [H, W], [H / 2, W / 2, 2]
+    luma, chroma = (from_dlpack(plane.__dlpack__()) for plane in frame.planes)
     if luma.dtype != torch.uint8:  # the upper byte holds the upper 8 of 10 bits
         luma, chroma = luma.view(torch.uint8)[:, 1::2], chroma.contiguous().view(torch.uint8)[..., 1::2]
     is_full = frame.color_range == ColorRange.JPEG
+    return Planes(luma=luma.clone(), chroma=chroma.clone(), space=int(frame.colorspace), is_full=is_full, turns=turns)
+
+
+def rgb_images(frames: Sequence[Any]) -> list[Any]:
+    """Images [H, W, 3] uint8 RGB, upright: those of Planes where they are, others as they came.
+
+    Each colour stands for its four pixels, as in FFmpeg's conversion from yuv420p.
+    """
+    found, alike = list(frames), defaultdict[Any, list[int]](list)
+    for place, frame in enumerate(frames):
+        if isinstance(frame, Planes):
+            alike[(frame.luma.shape, frame.space, frame.is_full)].append(place)
+    for (shape, space, is_full), places in alike.items():
+        step = max(1, _PIXELS_AT_ONCE // shape.numel())
+        for start in range(0, len(places), step):
+            some = places[start : start + step]
+            images = _rgb_of_planes([frames[place] for place in some], space, is_full)
+            for place, image in zip(some, images, strict=True):
+                turns = frames[place].turns
+                found[place] = image.rot90(turns).contiguous() if turns else image
+    return found
+
+
+def _rgb_of_planes(frames: Sequence[Planes], space: int, is_full: bool) -> Any:
+    """[B, H, W, 3] of frames of one size."""
+    import torch
+
+    luma, chroma = (torch.stack([getattr(frame, name) for frame in frames]) for name in ("luma", "chroma"))
     least, most = (0, 255) if is_full else (16, 235)
-    colours = _colours(int(frame.colorspace), is_full, chroma.device)
-    added = (chroma.float() - 128) @ colours  # [H / 2, W / 2, 3]
+    added = (chroma.float() - 128) @ _colours(space, is_full, chroma.device)  # [B, H / 2, W / 2, 3]
     grey = (luma.float() - least) * (255 / (most - least))
-    height, width = grey.shape
-    pixels = grey.view(height // 2, 2, width // 2, 2, 1) + added[:, None, :, None]
-    return pixels.clamp_(0, 255).to(torch.uint8).view(height, width, 3)  # FFmpeg rounds down, too
+    num_frames, height, width = grey.shape
+    pixels = grey.view(num_frames, height // 2, 2, width // 2, 2, 1) + added[:, :, None, :, None]
+    # FFmpeg rounds down, too.
+    return pixels.clamp_(0, 255).to(torch.uint8).view(num_frames, height, width, 3)
 
 
 @cache

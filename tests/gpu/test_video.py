@@ -5,10 +5,9 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from components.analyze.videos import OpenVideo, find_videos
+from components.analyze.videos import OpenVideo, Planes, find_videos, rgb_images
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.dali_pipelines import FrameBatches
 
@@ -32,11 +31,11 @@ def test_frames_on_the_gpu_are_those_of_the_cpu(pixel_format: str, tmp_path: Pat
         found[decoder] = list(video.frames())
         video.close()
     assert len(found["cpu"]) == len(found["cuda"]) == 5
-    assert all(isinstance(frame.pixels, torch.Tensor) and frame.pixels.is_cuda for frame in found["cuda"])
+    assert all(isinstance(frame.pixels, Planes) and frame.pixels.luma.is_cuda for frame in found["cuda"])
     for one, other in zip(found["cpu"], found["cuda"], strict=True):
         # FFmpeg smooths the colours of 10 bits over the pixels, and leaves those of 8 as they are.
         assert np.abs(one.array().astype(int) - other.array()).mean() < (1.5 if pixel_format == "yuv420p" else 4)
     spec = TransformSpec(crop_size=96, resize_size=112)
     expected = FrameBatches(spec, 5).transform([frame.pixels for frame in found["cpu"]])
-    actual = FrameBatches(spec, 5, 0).transform([frame.pixels for frame in found["cuda"]])
+    actual = FrameBatches(spec, 5, 0).transform(rgb_images([frame.pixels for frame in found["cuda"]]))
     assert np.abs(actual.cpu().numpy() - expected).mean() < 0.06

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from components.analyze.results import HeldClasses, Latencies, StreamResult, Thumbnails, Timeline
-from components.analyze.videos import has_nvdec, rgb_of_planes
+from components.analyze.videos import has_nvdec, planes_of, rgb_images
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import AnalysisManifest, Artifact, BundleManifest, load
 from components.common.contracts.transforms import TransformSpec
@@ -400,7 +400,11 @@ def test_planes_of_gpus_become_the_colours_of_ffmpeg(pixel_format: str, space: i
         format="yuv420p", dst_colorspace=space, dst_color_range=color_range
     )
     expected = frame.to_ndarray(format="rgb24").astype(int)
-    planes = rgb_of_planes(
-        frame.reformat(format=pixel_format, src_color_range=color_range, dst_color_range=color_range)
-    )
-    assert np.abs(planes.numpy() - expected).max() <= 3
+    frame = frame.reformat(format=pixel_format, src_color_range=color_range, dst_color_range=color_range)
+    other = np.zeros((2, 2, 3), np.uint8)
+    given = [planes_of(frame), planes_of(frame, turns=1), other]
+    plain, turned, same = rgb_images(given)
+    assert np.abs(plain.numpy() - expected).max() <= 3
+    assert (given[0].shape, given[1].shape) == (plain.shape, turned.shape)
+    np.testing.assert_array_equal(turned, np.rot90(plain))
+    assert same is other
