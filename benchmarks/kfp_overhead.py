@@ -1,16 +1,20 @@
 """What Kubeflow Pipelines takes between two steps, by the pods of finished runs whose steps follow each other.
 
-    python -m benchmarks.kfp_overhead --machine cpu-2core --run ID --run ID --notes "KFP 2.17.0"
+    python -m benchmarks.kfp_overhead --machine cpu-2core --run ID --run ID --store s3://kfp/resnet50 \\
+        --local-run .enginery/runs/ID --notes "KFP 2.17.0"
 
 From the end of a step's container, whose uploads are done, to the start of the next one's. Needs a KUBECONFIG that may
-read pods; Kubernetes keeps whole seconds.
+read pods; Kubernetes keeps whole seconds. Beside it what the same took by `enginery run`.
 """
 
+import json
 import statistics
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import click
+import fsspec
 
 from benchmarks.results import write_result
 from enginery.cluster.server import KFP_NAMESPACE
@@ -20,16 +24,27 @@ from enginery.cluster.watch import RUN_LABEL, core_api, step_of
 @click.command()
 @click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--run", "run_ids", required=True, multiple=True, help="Id of a finished run.")
+@click.option(
+    "--store", required=True, help="Where KFP keeps what runs of the pipeline write, such as s3://kfp/resnet50."
+)
+@click.option("--local-run", type=click.Path(path_type=Path), required=True, help="Folder of the same run by itself.")
 @click.option("--namespace", default=KFP_NAMESPACE, show_default=True, help="Where its pods are.")
 @click.option("--name", default="kfp_overhead", show_default=True, help="Name of the result.")
 @click.option("--notes", required=True, help="Versions, and what else the machine did.")
-def main(machine: str, run_ids: tuple[str, ...], namespace: str, name: str, notes: str) -> None:
-    runs = [_run(run_id, namespace) for run_id in run_ids]
+def main(
+    machine: str, run_ids: tuple[str, ...], store: str, local_run: Path, namespace: str, name: str, notes: str
+) -> None:
+    files, folder = fsspec.url_to_fs(store)
+    runs = [{**_run(run_id, namespace), "uploaded_mb": files.du(f"{folder}/{run_id}") / 1e6} for run_id in run_ids]
+    local = json.loads((local_run / "summary.json").read_text(encoding="utf-8"))
+    local_steps = [step["seconds_total"] for step in local["steps"]]
     gaps = [gap for run in runs for gap in run["seconds_between_steps"]]
     measures = {
         "kfp_seconds_per_step": statistics.median(gaps),
         "kfp_seconds_per_step_worst": max(gaps),
         "first_step_seconds": statistics.median(run["seconds_to_first_step"] for run in runs),
+        "uploaded_mb": statistics.median(run["uploaded_mb"] for run in runs),
+        "local_seconds_per_step": (local["seconds_total"] - sum(local_steps)) / len(local_steps),
     }
     click.echo(measures)
     write_result(machine, name, measures=measures, runs=runs, notes=notes)
