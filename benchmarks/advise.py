@@ -13,7 +13,7 @@ import click
 import numpy as np
 from scipy.optimize import least_squares
 
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import RESULTS, Results, result_options
 from components.common.contracts.manifests import write_atomically
 from components.common.contracts.records import PRECISIONS
 from components.common.runtimes.counting import count_model, training_memory
@@ -351,8 +351,8 @@ def _left_out(rows: list[Row], kind: str) -> dict[str, list[float]]:
 
 
 @click.command()
-@click.option("--machine", required=True, help="Plain name of this machine.")
-def main(machine: str) -> None:
+@result_options
+def main(results: Results) -> None:
     """Fit, write enginery/advise/coefficients.json, and judge it on what was held out."""
     kinds: dict[str, dict[str, Coefficients]] = {}
     log_errors: dict[str, dict[str, float]] = {}
@@ -383,11 +383,11 @@ def main(machine: str) -> None:
         "measures": fit,
     }
     write_atomically(COEFFICIENTS, (json.dumps(content, indent=1) + "\n").encode())
-    _judge(machine, kinds, fit, measures)
+    _judge(results, kinds, fit, measures)
 
 
 def _judge(
-    machine: str, kinds: dict[str, dict[str, Coefficients]], fit: dict[str, Any], measures: dict[str, float]
+    results: Results, kinds: dict[str, dict[str, Coefficients]], fit: dict[str, Any], measures: dict[str, float]
 ) -> None:
     runs: list[dict[str, Any]] = []
     errors: dict[str, list[tuple[float, bool]]] = {}
@@ -416,8 +416,7 @@ def _judge(
     gains = [100 * abs(math.expm1(error)) for error in _stream_errors(kinds["gpu"])]
     measures["advise_streams_gain_error_median_pct"] = float(np.median(gains))
     measures["advise_streams_gain_error_p90_pct"] = float(np.quantile(gains, 0.9))
-    write_result(
-        machine,
+    results.write(
         "advise",
         measures=measures,
         runs=runs,

@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 import torch
 
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import Results, result_options
 from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes.architectures import build_model
 from components.export.calibration import collect_with_onnxruntime, collect_with_torch
@@ -28,16 +28,13 @@ _BATCH = 32
 
 
 @click.command()
-@click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--architecture", default="resnet50", show_default=True, help="Model by name.")
 @click.option("--image-size", default=224, show_default=True, help="Side of the input, in pixels.")
 @click.option("--sizes", default="64,512,1024", show_default=True, help="Numbers of images.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+@result_options
 @click.option("--one", hidden=True, type=int, help="Measure this size here.")
 @click.option("--model", hidden=True, type=click.Path(path_type=Path))
-def main(
-    machine: str, architecture: str, image_size: int, sizes: str, results: Path, one: int | None, model: Path | None
-) -> None:
+def main(architecture: str, image_size: int, sizes: str, results: Results, one: int | None, model: Path | None) -> None:
     shapes = ShapeSpec(height=image_size, width=image_size)
     if one is not None and model is not None:
         print(json.dumps(_calibrate(model, shapes, one)))
@@ -48,8 +45,8 @@ def main(
         torch.manual_seed(0)
         export_onnx(build_model(architecture, 1000), file, shapes)
         for size in sizes.split(","):
-            command = [sys.executable, "-m", "benchmarks.calibration", "--machine", machine, "--model", str(file)]
-            command += ["--image-size", str(image_size), "--one", size]
+            command = [sys.executable, "-m", "benchmarks.calibration", "--machine", results.machine]
+            command += ["--model", str(file), "--image-size", str(image_size), "--one", size]
             output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             runs.append({"num_images": int(size), **json.loads(output.splitlines()[-1])})
             print(runs[-1], flush=True)
@@ -62,7 +59,7 @@ def main(
     if "calibration_seconds_512" in measures:
         measures["calibration_seconds"] = measures["calibration_seconds_512"]
     notes = f"{architecture} at {image_size} px, random weights and images; images are made in batches of {_BATCH}."
-    write_result(machine, f"calibration_{architecture}", measures=measures, runs=runs, notes=notes, directory=results)
+    results.write(f"calibration_{architecture}", measures=measures, runs=runs, notes=notes)
 
 
 def _calibrate(model: Path, shapes: ShapeSpec, num_images: int) -> dict[str, float | str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import Results, result_options
 from components.common.contracts.environment import keep_streams_apart
 from components.common.contracts.manifests import BundleManifest, DatasetManifest, load
 from components.common.data.corruptions import CORRUPTIONS
@@ -23,10 +23,9 @@ from components.validate.run import corrupted_rows, open_places, predict_validat
 @click.command()
 @click.option("--bundle", required=True, type=click.Path(exists=True, path_type=Path), help="From export.")
 @click.option("--dataset", required=True, type=click.Path(exists=True, path_type=Path), help="From preprocess.")
-@click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--turns", default=3, show_default=True, help="Passes that are timed.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
-def main(bundle: Path, dataset: Path, machine: str, turns: int, results: Path) -> None:
+@result_options
+def main(bundle: Path, dataset: Path, turns: int, results: Results) -> None:
     keep_streams_apart()
     models, data = load(bundle, BundleManifest), load(dataset, DatasetManifest)
     config, log = ValidateConfig(corruptions=True), StepLog("validate")
@@ -46,14 +45,12 @@ def main(bundle: Path, dataset: Path, machine: str, turns: int, results: Path) -
         if drops:
             measures[f"{precision}_corrupted_drop_points"] = -min(pair.delta_points for pair in drops)
             measures[f"{precision}_corrupted_drop_upper_points"] = max(pair.drop_upper_points for pair in drops)
-    write_result(
-        machine,
+    results.write(
         f"corruptions_{models.manifest.architecture.replace('/', '_')}",
         measures=measures,
         runs=[{"seconds": seconds}, {name: [row.model_dump() for row in each] for name, each in rows.items()}],
         notes=f"{models.manifest.architecture} at {models.manifest.shapes.height} px, {', '.join(rows)}: from shards "
         "to predictions of every image in every kind. The drop is the largest of all kinds.",
-        directory=results,
     )
 
 

@@ -17,20 +17,20 @@ from typing import Any
 
 import click
 
-from benchmarks.results import write_result
+from benchmarks.results import Results, result_options
 from benchmarks.tests import ROOT
 
 STEPS = ("export", "gate", "promote")
 
 
 @click.command()
-@click.option("--machine", required=True, help="Plain name of the machine.")
+@result_options
 @click.option("--commit", "commits", multiple=True, default=("HEAD",), show_default=True, help="The last one counts.")
-def main(machine: str, commits: tuple[str, ...]) -> None:
+def main(commits: tuple[str, ...], results: Results) -> None:
     runs = [_measure(commit) for commit in commits]
     notes = "Lines of components/<step> that ran in the processes of pytest, in percent; the measures: the last commit."
     measures = {f"coverage_{step}_pct": runs[-1][f"{step}_pct"] for step in STEPS}
-    write_result(machine, "coverage", measures=measures, runs=runs, notes=notes)
+    results.write("coverage", measures=measures, runs=runs, notes=notes)
 
 
 def _measure(commit: str) -> dict[str, Any]:

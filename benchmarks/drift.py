@@ -27,7 +27,7 @@ from PIL import Image, ImageEnhance, ImageFilter
 from torch import nn
 from tritonclient import grpc
 
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import Results, result_options
 from benchmarks.serving_parity import ask
 from benchmarks.shards import validation_images
 from components.common.contracts.manifests import (
@@ -233,9 +233,8 @@ def cost_us(num_classes: int = 1000, side: int = 224) -> dict[str, float]:
 @click.command()
 @click.option("--dataset", "folder", required=True, type=click.Path(exists=True, path_type=Path), help="Of preprocess.")
 @click.option("--model", default="model", type=click.Path(path_type=Path), help="Folder for the network; reused.")
-@click.option("--machine", required=True, help="Plain name of the machine.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
-def main(folder: Path, model: Path, machine: str, results: Path) -> None:
+@result_options
+def main(folder: Path, model: Path, results: Results) -> None:
     """Measure and write drift.json."""
     data = load(folder, DatasetManifest)
     costs = cost_us()
@@ -273,8 +272,7 @@ def main(folder: Path, model: Path, machine: str, results: Path) -> None:
         **{f"requests_until_alarm_{name}": max(each["requests"] for each in found) for name, found in changes.items()},
         **costs,
     }
-    write_result(
-        machine,
+    results.write(
         "drift",
         measures=measures,
         runs=[{"offline_alarms_by_split": offline}, {"alarms_by_draw": draws}, changes],
@@ -284,7 +282,6 @@ def main(folder: Path, model: Path, machine: str, results: Path) -> None:
         "px), mix (half of the classes three times as frequent as the others). An alarm is what the sample rule asks, "
         "without its waiting. offline_alarms_pct: 100 draws of each of 20 random halves. *_us: one image of 224 px "
         "and 1,000 classes, and decoding one of 640 x 480 for comparison; other work ran beside it.",
-        directory=results,
     )
 
 

@@ -16,7 +16,7 @@ import click
 import onnx
 import torch
 
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import Results, result_options
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import BundleManifest, DatasetManifest, load
 from components.common.contracts.records import PRECISIONS, EngineEntry, Precision
@@ -46,23 +46,21 @@ _NOTES = (
 @click.option("--bundle", type=click.Path(exists=True, path_type=Path), help="From export, in place of it.")
 @click.option("--dataset", type=click.Path(exists=True, path_type=Path), help="From preprocess: measures top-1.")
 @click.option("--work", required=True, type=click.Path(path_type=Path), help="Empty directory.")
-@click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--optimization-level", default=3, help="0 builds fastest, 5 runs fastest.  [default: 3]")
 @click.option("--opt-batch", default=128, help="Batch that kernels are tuned for.  [default: 128]")
 @click.option(
     "--streams", default="1,2,4", help="How many batches run at once at 8 and 128; '' for none.", show_default=True
 )
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+@result_options
 def main(
     architecture: str,
     bundle: Path | None,
     dataset: Path | None,
     work: Path,
-    machine: str,
     optimization_level: int,
     opt_batch: int,
     streams: str,
-    results: Path,
+    results: Results,
 ) -> None:
     numbers_of_streams = [int(number) for number in streams.split(",") if number]
     work.mkdir(parents=True, exist_ok=True)
@@ -75,14 +73,12 @@ def main(
         notes = _NOTES.format(
             name=name, weights="trained" if bundle else "random", level=optimization_level, opt=opt_batch
         )
-        write_result(
-            machine,
+        results.write(
             f"engines_{name}",
             measures=measures | _compared(measures, entries),
             runs=runs,
             versions={"tensorrt": next(iter(entries.values())).tensorrt_version},
             notes=notes if complete else f"{notes} Incomplete: the run was cut here, or is not finished.",
-            directory=results,
         )
 
     save()  # a run that is cut keeps what it has measured

@@ -15,7 +15,7 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import Results, result_options
 from components.common.contracts.environment import keep_streams_apart, num_cores
 from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, load
 from components.common.data.loader import Loader
@@ -30,9 +30,8 @@ _TURNS = 3
 @click.command()
 @click.option("--bundle", required=True, type=click.Path(exists=True, path_type=Path), help="From export.")
 @click.option("--dataset", required=True, type=click.Path(exists=True, path_type=Path), help="From preprocess.")
-@click.option("--machine", required=True, help="Plain name of the machine.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
-def main(bundle: Path, dataset: Path, machine: str, results: Path) -> None:
+@result_options
+def main(bundle: Path, dataset: Path, results: Results) -> None:
     keep_streams_apart()
     models, data = load(bundle, BundleManifest), load(dataset, DatasetManifest)
     config, log = ValidateConfig(), StepLog("validate")
@@ -75,13 +74,11 @@ def main(bundle: Path, dataset: Path, machine: str, results: Path) -> None:
         "Engines are open before; opening them, on one GPU and on all at the same time, is measured by itself, and "
         "so are loaders on all GPUs at once."
     )
-    write_result(
-        machine,
+    results.write(
         f"evaluation_{models.manifest.architecture}",
         measures=measures,
         runs=runs,
         notes=notes,
-        directory=results,
     )
 
 

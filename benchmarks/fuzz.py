@@ -6,18 +6,16 @@ python -m benchmarks.fuzz requests --machine cpu-2core --source NAME@champion
 Runs of other seeds stay in the result, so that many cases may come from several runs.
 """
 
-import json
 import os
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.results import RESULTS, current_commit, write_result
+from benchmarks.results import Results, current_commit, result_options
 from tests.fuzz import images, parsers, releases, requests, shards
 from tests.fuzz.running import MAX_SECONDS, run_cases
 
@@ -37,21 +35,18 @@ _OF_FILES = (
 
 @click.command()
 @click.argument("target", type=click.Choice([*_FILES, "requests"]))
-@click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--source", default="", help="Of requests: what `enginery serve` takes.")
 @click.option("--num-cases", default=10000, show_default=True, help="For each kind of file, or each protocol.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--num-workers", default=1, show_default=True, help="Of files: processes among which cases are shared.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
-def main(target: str, machine: str, source: str, num_cases: int, seed: int, num_workers: int, results: Path) -> None:
-    of_files, commit, file = target in _FILES, current_commit(), results / machine / f"fuzz_{target}.json"
+@result_options
+def main(target: str, source: str, num_cases: int, seed: int, num_workers: int, results: Results) -> None:
+    of_files, commit = target in _FILES, current_commit()
     own = [_files(target, num_cases, seed, num_workers)] if of_files else [*_requests(source, num_cases, seed)]
-    before = json.loads(file.read_text())["runs"] if file.exists() else []
-    runs = [run for run in before if run.get("seed", seed) != seed]
+    runs = [run for run in results.earlier(f"fuzz_{target}")["runs"] if run.get("seed", seed) != seed]
     runs += [{"seed": seed, "commit": commit, **run} for run in own]
     kinds = list(_FILES[target].originals()) if target in ("parsers", "releases") else []
-    write_result(
-        machine,
+    results.write(
         f"fuzz_{target}",
         measures={
             "num_cases": sum(run["num_cases"] for run in runs),
@@ -62,7 +57,6 @@ def main(target: str, machine: str, source: str, num_cases: int, seed: int, num_
         notes="Each run names its seed and commit; wrong is a crash, an exception that is none of ours, "
         f"over {MAX_SECONDS:g} s for a {_OF_FILES if of_files else _OF_REQUESTS}"
         f"{'; kinds: ' if kinds else ''}{', '.join(kinds)}",
-        directory=results,
     )
     sys.exit(1 if any(run["wrong"] for run in own) else 0)
 

@@ -7,13 +7,12 @@ checks about each: exactly at the budget, where at most 5 % may pass, and withou
 """
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import Results, result_options
 from components.common.contracts.records import AccuracyReport, AccuracyRow, PairedComparison
 from components.common.contracts.verdict import Thresholds, accuracy_checks
 
@@ -48,9 +47,8 @@ def shares(
 
 
 @click.command()
-@click.option("--machine", required=True, help="Folder of the result, such as cpu-2core.")
-@click.option("--results", type=click.Path(path_type=Path), default=RESULTS, help="Folder of all results.")
-def main(machine: str, results: Path) -> None:
+@result_options
+def main(results: Results) -> None:
     """Measure and write gate_power.json."""
     runs: list[dict[str, float]] = []
     for budget in BUDGETS_POINTS:
@@ -69,8 +67,7 @@ def main(machine: str, results: Path) -> None:
     for run in runs:
         if not run["drop_points"]:
             measures[f"pass_pct_no_drop_{run['num_images']}_images_{run['budget_points']:g}_points"] = run["pass"]
-    write_result(
-        machine,
+    results.write(
         "gate_power",
         measures=measures,
         runs=runs,
@@ -80,7 +77,6 @@ def main(machine: str, results: Path) -> None:
             "drop: 1 % of the images differ, as many lost as gained. Shares of passes in %; their standard error is "
             "0.16 at 5 %."
         ),
-        directory=results,
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import Results, result_options
 from tests.containers.conftest import IMAGES, base_of
 
 _BUILD = Path(__file__).resolve().parents[1] / "containers/build"
@@ -33,15 +33,12 @@ def build_seconds(image: str, *options: str) -> float:
 
 
 @click.command()
-@click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--cold", is_flag=True, help="Without the cache of layers, too; pip keeps what it has downloaded.")
 @click.option("--built", nargs=2, metavar="REGISTRY TAG", help="Only the sizes of images that are there already.")
 @click.option("--image", "images", multiple=True, type=click.Choice(IMAGES), help="Only this one; may be repeated.")
 @click.option("--notes", default="", help="What a reader must know of the run.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
-def main(
-    machine: str, cold: bool, built: tuple[str, str] | None, images: tuple[str, ...], notes: str, results: Path
-) -> None:
+@result_options
+def main(cold: bool, built: tuple[str, str] | None, images: tuple[str, ...], notes: str, results: Results) -> None:
     """Build each image, and write images.json."""
     measures: dict[str, float] = {}
     registry, tag = built or ("enginery-measured", "0")
@@ -61,7 +58,7 @@ def main(
     measures["base_mb_pytorch"], measures["base_mb_slim"] = size_mb(os.environ["PYTORCH"]), size_mb(os.environ["SLIM"])
     text = "Stand-in bases, not NGC's. MB of 10^6 bytes, uncompressed."
     text += "" if built else " Warm: nothing changed. Cold: no layer cached; pip's downloads were."
-    write_result(machine, "images", measures=measures, runs=[], notes=f"{text} {notes}".strip(), directory=results)
+    results.write("images", measures=measures, runs=[], notes=f"{text} {notes}".strip())
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import click
 import numpy as np
 
 from benchmarks.peers import PEERS
-from benchmarks.results import RESULTS, current_commit, write_result
+from benchmarks.results import Results, current_commit, result_options
 from components.common.contracts.environment import num_cores
 from components.common.contracts.instruction_sets import VARIABLE, available, instruction_set
 from components.common.contracts.records import PairedComparison
@@ -34,7 +34,6 @@ _RANKS = 6, 16  # of 21 ordered values, from 1: the ends of the 97 % interval of
 
 
 @click.command()
-@click.option("--machine", help="Plain name of the machine.")
 @click.option(
     "--model", "models", nargs=4, multiple=True, required=True, metavar="NAME CHECKPOINT DATASET ARCHITECTURE",
     help="The name in the result, what `components.export` reads, and the architecture of plain weights or ''.",
@@ -47,21 +46,22 @@ _RANKS = 6, 16  # of 21 ordered values, from 1: the ends of the 97 % interval of
 @click.option("--peer-seconds", default=600.0, show_default=True, help="After which a peer's search is ended.")
 @click.option("--limit", multiple=True, help="Instruction sets; all of this CPU without it.")
 @click.option("--here", is_flag=True, help="Measure in this process, and print JSON.")
+@result_options
 def main(
-    machine: str,
     models: tuple[tuple[str, str, str, str], ...],
     peers: tuple[tuple[str, str], ...],
     limit: tuple[str, ...],
     here: bool,
+    results: Results,
     **options: Any,
 ) -> None:
     if here:
         print(json.dumps([_measure(*model, peers=dict(peers), **options) for model in models]))
         return
-    same = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+    same = [f"--machine={results.machine}"]
+    same += [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
     same += [word for peer in peers for word in ("--peer", *peer)]
-    file = RESULTS / machine / "int8_peers.json"
-    before = json.loads(file.read_text()) if file.exists() else {"runs": []}
+    before = results.earlier("int8_peers")
     commit = current_commit()  # before results change what git has
     runs = {_key(run): {"commit": before["commit"], **run} for run in before["runs"]}
     for model in models:
@@ -72,14 +72,14 @@ def main(
             (run,) = json.loads(done.stdout.splitlines()[-1])
             print({key: value for key, value in run.items() if key != "turns"}, flush=True)
             runs[_key(run)] = {"commit": commit, **run}
-            _write(machine, list(runs.values()), options["seconds"])
+            _write(results, list(runs.values()), options["seconds"])
 
 
 def _key(run: dict[str, Any]) -> tuple[str, str]:
     return run["model"], run["instruction_set"]
 
 
-def _write(machine: str, runs: list[dict[str, Any]], seconds: float) -> None:
+def _write(results: Results, runs: list[dict[str, Any]], seconds: float) -> None:
     measures = {}
     for run in runs:
         for name, peer in run["peers"].items():
@@ -100,7 +100,7 @@ def _write(machine: str, runs: list[dict[str, Any]], seconds: float) -> None:
         "one-sided 95 % interval. The worst over models, peers and instruction sets stand first. Seconds of search: "
         "ours is all of `export`, a peer's its call alone. Each row names its commit."
     )
-    write_result(machine, "int8_peers", measures=first | measures, runs=runs, notes=notes)
+    results.write("int8_peers", measures=first | measures, runs=runs, notes=notes)
 
 
 def _compile_file(path: Path, hints: dict[str, object]) -> Any:

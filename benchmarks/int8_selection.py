@@ -14,7 +14,7 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import Results, result_options
 from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, load
 from components.common.contracts.statistics import paired_difference
 from components.common.data.evaluation import ClassPredictions, predict
@@ -29,18 +29,16 @@ from components.export.config import CALIBRATION_METHODS
 @click.option("--checkpoint", required=True, type=click.Path(exists=True, path_type=Path), help="From train.")
 @click.option("--dataset", required=True, type=click.Path(exists=True, path_type=Path), help="From preprocess.")
 @click.option("--work", required=True, type=click.Path(path_type=Path), help="Empty directory for the bundles.")
-@click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--name", required=True, help="Name of the result.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+@result_options
 @click.option("--runtime", default="openvino", type=click.Choice(["openvino", "torch"]), help="What runs the models.")
 @click.option("--set", "assignments", multiple=True, help="KEY=VALUE of export, for every variant.")
 def main(
     checkpoint: Path,
     dataset: Path,
     work: Path,
-    machine: str,
     name: str,
-    results: Path,
+    results: Results,
     runtime: str,
     assignments: tuple[str, ...],
 ) -> None:
@@ -88,7 +86,7 @@ def main(
         f"{chosen.architecture}, {training.get('epochs')} epochs, validation split of {dataset.name}, INT8 by "
         f"{runtime}. Intervals are paired, 95 % on each side (Tango, 1998). One run."
     )
-    write_result(machine, name, measures=measures, runs=runs, notes=notes, directory=results)
+    results.write(name, measures=measures, runs=runs, notes=notes)
 
 
 def _export(checkpoint: Path, dataset: Path, output: Path, options: list[str]) -> None:

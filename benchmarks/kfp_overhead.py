@@ -16,13 +16,13 @@ from typing import Any
 import click
 import fsspec
 
-from benchmarks.results import write_result
+from benchmarks.results import Results, result_options
 from enginery.cluster.server import KFP_NAMESPACE
 from enginery.cluster.watch import RUN_LABEL, core_api, step_of
 
 
 @click.command()
-@click.option("--machine", required=True, help="Plain name of the machine.")
+@result_options
 @click.option("--run", "run_ids", required=True, multiple=True, help="Id of a finished run.")
 @click.option(
     "--store", required=True, help="Where KFP keeps what runs of the pipeline write, such as s3://kfp/resnet50."
@@ -32,7 +32,7 @@ from enginery.cluster.watch import RUN_LABEL, core_api, step_of
 @click.option("--name", default="kfp_overhead", show_default=True, help="Name of the result.")
 @click.option("--notes", required=True, help="Versions, and what else the machine did.")
 def main(
-    machine: str, run_ids: tuple[str, ...], store: str, local_run: Path, namespace: str, name: str, notes: str
+    run_ids: tuple[str, ...], store: str, local_run: Path, namespace: str, name: str, notes: str, results: Results
 ) -> None:
     files, folder = fsspec.url_to_fs(store)
     runs = [{**_run(run_id, namespace), "uploaded_mb": files.du(f"{folder}/{run_id}") / 1e6} for run_id in run_ids]
@@ -47,7 +47,7 @@ def main(
         "local_seconds_per_step": (local["seconds_total"] - sum(local_steps)) / len(local_steps),
     }
     click.echo(measures)
-    write_result(machine, name, measures=measures, runs=runs, notes=notes)
+    results.write(name, measures=measures, runs=runs, notes=notes)
 
 
 def _run(run_id: str, namespace: str) -> dict[str, Any]:

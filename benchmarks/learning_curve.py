@@ -6,16 +6,16 @@ from tempfile import TemporaryDirectory
 
 import click
 
-from benchmarks.results import write_result
+from benchmarks.results import Results, result_options
 from enginery.advise.learning_curve import forecast, measure, verdict
 from enginery.datasets.digits import write_digits
 
 
 @click.command()
-@click.option("--machine", required=True, help="Plain name of this machine.")
+@result_options
 @click.option("--architecture", default="resnet18", show_default=True)
 @click.option("--num-runs", default=2, type=click.IntRange(1, 20), show_default=True)
-def main(machine: str, architecture: str, num_runs: int) -> None:
+def main(architecture: str, num_runs: int, results: Results) -> None:
     """Train on an eighth, a quarter, a half and all of the digits."""
     config = Path(__file__).parents[1] / "pipelines/configs/digits.yaml"
     with TemporaryDirectory() as folder:
@@ -28,8 +28,7 @@ def main(machine: str, architecture: str, num_runs: int) -> None:
     measures = {f"error_pct_{point.num_images}": 100 * sum(point.errors) / len(point.errors) for point in points}
     for name, values in (("foretold_error_pct", foretold.error_pct), ("twice_gain_points", twice.gain_points)):
         measures |= {f"{name}_{end}": value for end, value in zip(("low", "middle", "high"), values, strict=True)}
-    write_result(
-        machine,
+    results.write(
         "learning_curve",
         measures=measures,
         runs=[asdict(point) for point in points],

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import Results, result_options
 from components.common.contracts.environment import num_cores
 from components.common.contracts.manifests import DatasetManifest, load
 from components.common.contracts.settings import resolve
@@ -40,7 +40,6 @@ _SPEC = transform_for(224, resize_ratio=256 / 224)
 
 
 @click.command()
-@click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", help="Where batches are wanted.")
 @click.option("--work", default=Path("/tmp/enginery-loader"), type=click.Path(path_type=Path), help="For images.")
 @click.option("--num-images", default=4000, type=click.IntRange(min=500), help="Training images.")
@@ -48,9 +47,8 @@ _SPEC = transform_for(224, resize_ratio=256 / 224)
 @click.option("--turns", default=5, help="Epochs of each, one after the other.")
 @click.option("--hw-decoder-load", default=HW_DECODER_LOAD, help="Share of the GPU's hardware JPEG decoder.")
 @click.option("--num-pipelines", default=0, help="DALI pipelines that take turns; 0: as the Loader chooses.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+@result_options
 def main(
-    machine: str,
     device: str,
     work: Path,
     num_images: int,
@@ -58,7 +56,7 @@ def main(
     turns: int,
     hw_decoder_load: float,
     num_pipelines: int,
-    results: Path,
+    results: Results,
 ) -> None:
     batch_size = batch_size or (64 if device == "cpu" else 256)
     device_id = None if device == "cpu" else 0
@@ -110,7 +108,7 @@ def main(
     if device_id is not None:
         notes += f" Hardware decoder's share: {hw_decoder_load:g}."
     name = "loader" if device == "cpu" else "loader_gpu"
-    write_result(machine, name, measures=measures, runs=runs, notes=notes, directory=results)
+    results.write(name, measures=measures, runs=runs, notes=notes)
 
 
 def make_data(folder: Path, num_images: int) -> None:

@@ -14,7 +14,7 @@ import click
 import onnx
 import torch
 
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import Results, result_options
 from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, load
 from components.common.contracts.statistics import paired_difference
 from components.common.contracts.transforms import ShapeSpec
@@ -37,22 +37,20 @@ _TIMES: dict[str, Any] = {"warmup_s": 1.0, "duration_s": 2.0, "min_iterations": 
 @click.option("--bundle", required=True, type=click.Path(exists=True, path_type=Path), help="From export.")
 @click.option("--dataset", required=True, type=click.Path(exists=True, path_type=Path), help="From preprocess.")
 @click.option("--work", required=True, type=click.Path(path_type=Path), help="Empty directory.")
-@click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--name", default="", help="Of the network in the result.  [default: the bundle's]")
 @click.option(
     "--bits", default="10,7,5,4,3", help="Explicit mantissa bits; all are compared with the first.", show_default=True
 )
 @click.option("--optimization-level", default=3, help="0 builds fastest, 5 runs fastest.  [default: 3]")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+@result_options
 def main(
     bundle: Path,
     dataset: Path,
     work: Path,
-    machine: str,
     name: str,
     bits: str,
     optimization_level: int,
-    results: Path,
+    results: Results,
 ) -> None:
     work.mkdir(parents=True, exist_ok=True)
     models, data = load(bundle, BundleManifest, verify=(".onnx",)), load(dataset, DatasetManifest)
@@ -78,14 +76,12 @@ def main(
             f"after 1 s, the numbers of bits alternating; over_{numbers[0]}_bits is the median of the turns' ratios. "
             "Power is the board's."
         )
-    write_result(
-        machine,
+    results.write(
         f"mantissa_{network}",
         measures=measures,
         runs=runs,
         versions={"tensorrt": load_tensorrt().__version__} if on_gpu else {},
         notes=notes,
-        directory=results,
     )
 
 

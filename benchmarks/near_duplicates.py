@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
 from benchmarks.packing import _preprocess
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import Results, result_options
 from components.common.contracts.environment import num_cores
 from components.common.contracts.manifests import DatasetManifest, load
 from components.preprocess.decoding import THUMBNAIL_SIDE, gray_thumbnail
@@ -73,7 +73,6 @@ _KINDS: dict[str, Callable[[Image.Image, Random], bytes]] = {
 
 
 @click.command()
-@click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--num-images", default=100_000, show_default=True, help="Different textures of 224 px.")
 @click.option("--num-changed", default=1000, show_default=True, help="Of them, that come again changed, for each kind.")
 @click.option("--seed", default=2, show_default=True, help="Of the textures; the limits were chosen on 1 and 2.")
@@ -81,9 +80,8 @@ _KINDS: dict[str, Callable[[Image.Image, Random], bytes]] = {
 @click.option("--turns", default=3, show_default=True, help="Of packing with and without.")
 @click.option("--thumbnails", type=click.Path(path_type=Path), help="File to keep the textures' thumbnails in.")
 @click.option("--beside", default="", help="What else ran on the machine.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+@result_options
 def main(
-    machine: str,
     num_images: int,
     num_changed: int,
     seed: int,
@@ -91,7 +89,7 @@ def main(
     turns: int,
     thumbnails: Path | None,
     beside: str,
-    results: Path,
+    results: Results,
 ) -> None:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the processes below, as in preprocess
     with tempfile.TemporaryDirectory(prefix="enginery-near-") as scratch:
@@ -127,8 +125,7 @@ def main(
         "search": _IMAGENET / whole["num_images"] * whole["cpu_seconds"],
     }
     growth = (whole["peak_mib"] - quarter["peak_mib"]) * 2**20 / (whole["num_images"] - quarter["num_images"])
-    write_result(
-        machine,
+    results.write(
         "near_duplicates",
         measures={
             "near_duplicate_recall": min(recall["resize"], recall["recompression"]),
@@ -161,7 +158,6 @@ def main(
             "packing. Memory: growth of the process from a quarter of the images to all, with the pages of the file of "
             "thumbnails." + (f" Beside it ran: {beside}." if beside else "")
         ),
-        directory=results,
     )
 
 

@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import click
 
-from benchmarks.results import RESULTS, current_commit, write_result
+from benchmarks.results import Results, current_commit, result_options
 from components.common.contracts.manifests import MANIFEST, Artifact, BundleManifest, ReportManifest, load
 from components.common.contracts.verdict import Thresholds, judge
 from components.common.runtimes.runner import Runner
@@ -78,23 +78,20 @@ NETWORKS = {
 @click.argument("networks", nargs=-1, type=click.Choice(list(NETWORKS)), required=True)
 @click.option("--dataset", required=True, type=click.Path(exists=True, path_type=Path), help="From preprocess.")
 @click.option("--work", required=True, type=click.Path(path_type=Path), help="Directory of what is made.")
-@click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--optimization-level", default=1, show_default=True, help="0 builds fastest, 5 runs fastest.")
 @click.option("--cache", type=click.Path(path_type=Path), help="Of calibrations and timings.  [default: in --work]")
 @click.option("--only-train", is_flag=True, help="Leave the checkpoints for a later run, which takes them.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+@result_options
 def main(
     networks: tuple[str, ...],
     dataset: Path,
     work: Path,
-    machine: str,
     optimization_level: int,
     cache: Path | None,
     only_train: bool,
-    results: Path,
+    results: Results,
 ) -> None:
-    file = results / machine / "networks.json"
-    rows = {row["network"]: row for row in json.loads(file.read_text())["runs"]} if file.exists() else {}
+    rows = {row["network"]: row for row in results.earlier("networks")["runs"]}
     for name in networks:
         try:
             folder = work / name.replace("/", "_")
@@ -106,15 +103,13 @@ def main(
             continue
         rows[name] = row
         print(json.dumps(rows[name]), flush=True)
-        write_result(
-            machine,
+        results.write(
             "networks",
             measures=_measures(list(rows.values())),
             runs=[rows[name] for name in NETWORKS if name in rows],
             notes=f"TensorRT at optimization level 1 unless a row says otherwise, kernels tuned for batch 128. Speeds "
             f"are medians of {_TURNS} turns after the choice, all engines of a network in each turn, copies "
             "included but where a name ends in no_copies. Each row names its commit.",
-            directory=results,
         )
 
 

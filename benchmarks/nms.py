@@ -23,7 +23,7 @@ import torch
 from onnx import TensorProto, helper
 from torch import nn
 
-from benchmarks.results import write_result
+from benchmarks.results import Results, result_options
 from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes.architectures import build_model
 from components.common.tasks.detection.boxes import NMS_IOU, NUM_BOX_VALUES, detect
@@ -114,8 +114,8 @@ def _measured(architecture: str, num_candidates: int, folder: Path) -> dict[str,
 
 
 @click.command()
-@click.option("--machine", required=True, help="Plain name of the machine.")
-def main(machine: str) -> None:
+@result_options
+def main(results: Results) -> None:
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         for architecture, num_candidates in product(_NETWORKS, _NUM_CANDIDATES):
@@ -125,7 +125,7 @@ def main(machine: str) -> None:
     pairs = zip(names, runs, strict=True)
     measures = {f"{name}_inside_over_outside": run["outside_ms"] / run["inside_ms"] for name, run in pairs}
     notes = "Medians of 20 images, FP32 by OpenVINO; images/s over images/s."
-    write_result(machine, "nms", measures=measures, runs=runs, notes=notes)
+    results.write("nms", measures=measures, runs=runs, notes=notes)
 
 
 if __name__ == "__main__":

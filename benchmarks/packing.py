@@ -19,7 +19,7 @@ import click
 import numpy as np
 from PIL import Image
 
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import Results, result_options
 from components.common.contracts.environment import num_cores
 from components.common.contracts.manifests import DatasetManifest, load
 
@@ -28,12 +28,11 @@ _VARIANTS = 50  # different images, which are mixed
 
 
 @click.command()
-@click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--num-images", default=10000, show_default=True, help="Of 500x375 pixels.")
 @click.option("--memory-images", default="2000,20000", show_default=True, help="Of 64x64 pixels, for peak memory.")
 @click.option("--turns", default=3, show_default=True, help="Of both sides, one after the other.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
-def main(machine: str, num_images: int, memory_images: str, turns: int, results: Path) -> None:
+@result_options
+def main(num_images: int, memory_images: str, turns: int, results: Results) -> None:
     runs = []
     with tempfile.TemporaryDirectory(prefix="enginery-packing-") as scratch:
         data, work = Path(scratch, "data"), Path(scratch, "work")
@@ -51,8 +50,7 @@ def main(machine: str, num_images: int, memory_images: str, turns: int, results:
             print(runs[-1], flush=True)
             shutil.rmtree(data)
     peer, ours = (num_images / statistics.median(run[name] for run in runs[:turns]) for name in ("peer", "preprocess"))
-    write_result(
-        machine,
+    results.write(
         "packing",
         measures={
             "preprocess_images_per_s": ours,
@@ -69,7 +67,6 @@ def main(machine: str, num_images: int, memory_images: str, turns: int, results:
             "folder, then Pillow decodes every file in a process per core. Both sides read from the page cache and "
             "count the start of their processes. Medians of turns; peak memory is that of the largest process, once."
         ),
-        directory=results,
     )
 
 

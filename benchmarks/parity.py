@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import Results, result_options
 from components.common.contracts.environment import num_cores
 from components.common.contracts.manifests import Artifact, CheckpointManifest, DatasetManifest, load
 from components.common.contracts.statistics import paired_difference
@@ -73,9 +73,8 @@ class _Files(Dataset[Any]):
 @click.command()
 @click.option("--checkpoint", required=True, type=click.Path(exists=True, path_type=Path), help="From train.")
 @click.option("--dataset", required=True, type=click.Path(exists=True, path_type=Path), help="From preprocess.")
-@click.option("--machine", required=True, help="Plain name of the machine.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
-def main(checkpoint: Path, dataset: Path, machine: str, results: Path) -> None:
+@result_options
+def main(checkpoint: Path, dataset: Path, results: Results) -> None:
     weights, data = load(checkpoint, CheckpointManifest), load(dataset, DatasetManifest)
     spec = weights.manifest.transform
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -109,8 +108,7 @@ def main(checkpoint: Path, dataset: Path, machine: str, results: Path) -> None:
             measures[f"{name}_agreement_pct"] = 100 * float((predicted[name] == predicted["torchvision"]).mean())
             distance = (first[name] - first["torchvision"]).abs() * level
             measures[f"{name}_mean_distance_levels"] = float(distance.mean())
-    write_result(
-        machine,
+    results.write(
         f"parity_{weights.manifest.architecture}",
         measures=measures,
         runs=[],
@@ -121,7 +119,6 @@ def main(checkpoint: Path, dataset: Path, machine: str, results: Path) -> None:
             "loader_gpu decodes without the hardware decoder, "
             f"loader_gpu_hw gives it {HW_DECODER_LOAD:g} of the JPEG files."
         ),
-        directory=results,
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from benchmarks.results import write_result
+from benchmarks.results import Results, result_options
 from components.common.contracts.instruction_sets import VARIABLE, instruction_set
 from enginery import load_summary
 
@@ -24,10 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @click.command()
-@click.option("--machine", required=True, help="Plain name of the machine.")
+@result_options
 @click.option("--repeat", default=1, show_default=True, help="Runs; seeds 0, 1, 2, ...")
 @click.option("--limit", multiple=True, help="Instruction sets that oneDNN is limited to; the CPU's own without it.")
-def main(machine: str, repeat: int, limit: tuple[str, ...]) -> None:
+def main(repeat: int, limit: tuple[str, ...], results: Results) -> None:
     runs = [_run(seed, own) for own in limit or ("",) for seed in range(repeat)]
     top1 = [run["rows"][0]["score_pct"] for run in runs]
     measures = {
@@ -52,7 +52,7 @@ def main(machine: str, repeat: int, limit: tuple[str, ...]) -> None:
         "The parent's start and end are not in it: seconds_parent in runs. "
         f"Medians over {len(runs)} {'run' if len(runs) == 1 else 'runs'}."
     )
-    write_result(machine, "quickstart", measures=measures, runs=runs, notes=notes)
+    results.write("quickstart", measures=measures, runs=runs, notes=notes)
 
 
 def _median(values: Any) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from benchmarks.images import IMAGES, size_mb
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import Results, result_options
 
 
 def components(sbom: dict[str, Any]) -> Counter[str]:
@@ -25,13 +25,12 @@ def components(sbom: dict[str, Any]) -> Counter[str]:
 
 
 @click.command()
-@click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--built", nargs=2, required=True, metavar="REGISTRY TAG", help="Where the images are.")
 @click.option("--into", required=True, type=click.Path(path_type=Path), help="Where the SBOMs go.")
 @click.option("--trivy", default=".linters/bin/trivy", show_default=True, help="As `make lint-images` installs it.")
 @click.option("--notes", default="", help="What a reader must know of the run.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
-def main(machine: str, built: tuple[str, str], into: Path, trivy: str, notes: str, results: Path) -> None:
+@result_options
+def main(built: tuple[str, str], into: Path, trivy: str, notes: str, results: Results) -> None:
     """Write one SBOM per image, and sboms.json with what they list."""
     into.mkdir(parents=True, exist_ok=True)
     measures: dict[str, float] = {}
@@ -66,14 +65,12 @@ def main(machine: str, built: tuple[str, str], into: Path, trivy: str, notes: st
         click.echo(f"{image}: {dict(counted)}")
     version = subprocess.run([trivy, "--version"], capture_output=True, text=True, check=True).stdout.split()[1]
     text = "Of the images on stand-in bases, whose own packages are listed, too; no vulnerability database was asked."
-    write_result(
-        machine,
+    results.write(
         "sboms",
         measures=measures,
         runs=runs,
         notes=f"{text} {notes}".strip(),
         versions={"trivy": version},
-        directory=results,
     )
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import click
 import psutil
 
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import Results, result_options
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import Artifact, BundleManifest, load, write_atomically
 from components.common.runtimes.openvino import OpenVINORunner
@@ -58,14 +58,13 @@ class Setup:
 @click.command()
 @click.option("--source", required=True, help="What `enginery serve` takes.")
 @click.option("--bundle", required=True, type=click.Path(exists=True, path_type=Path), help="Of the same model.")
-@click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--server-core", default=0, show_default=True)
 @click.option("--client-core", default=1, show_default=True)
 @click.option("--seconds", default=4.0, show_default=True, help="Of each measurement.")
 @click.option("--turns", default=3, show_default=True, help="Of all measurements.")
 @click.option("--budget", "budget_ms", default=100.0, show_default=True, help="For p99, in milliseconds.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
-def main(bundle: Path, machine: str, results: Path, **options: Any) -> None:
+@result_options
+def main(bundle: Path, results: Results, **options: Any) -> None:
     setup = Setup(bundle=load(bundle, BundleManifest), **options)
     bind([setup.client_core])
     runs: list[Any] = []
@@ -73,7 +72,7 @@ def main(bundle: Path, machine: str, results: Path, **options: Any) -> None:
         version = _triton_version()
         measures = _speed(setup, runs)
         test = _load_test(setup)
-        write_atomically(results / machine / "serving_loadtest.json", test.model_dump_json(indent=1).encode())
+        write_atomically(results.file("serving_loadtest"), test.model_dump_json(indent=1).encode())
         measures |= _knees(test)
     measures |= _killed(setup, runs)
     notes = (
@@ -87,7 +86,7 @@ def main(bundle: Path, machine: str, results: Path, **options: Any) -> None:
         f"over what they get without, divided by the runner's gain from batch 1 to {_BATCH}. Latency budget: p99 of "
         f"{setup.budget_ms:g} ms. kill -9 came under 8 clients, and the server was started again at once."
     )
-    write_result(machine, "serving", measures=measures, runs=runs, notes=notes, directory=results)
+    results.write("serving", measures=measures, runs=runs, notes=notes)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import click
 import numpy as np
 from tritonclient import grpc
 
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import Results, result_options
 from benchmarks.shards import validation_images
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import DatasetManifest, load
@@ -46,9 +46,8 @@ def ask(client: grpc.InferenceServerClient, name: str, images: list[bytes]) -> l
 @click.option("--url", default="127.0.0.1:8001", show_default=True, help="The server's gRPC address.")
 @click.option("--batch", default=1, show_default=True, help="Images of a request.")
 @click.option("--clients", default=32, show_default=True, help="Requests at the same time.")
-@click.option("--machine", required=True, help="Plain name of the machine.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
-def main(model: str, dataset: Path, url: str, batch: int, clients: int, machine: str, results: Path) -> None:
+@result_options
+def main(model: str, dataset: Path, url: str, batch: int, clients: int, results: Results) -> None:
     """Ask a running server about every validation image of MODEL, and write serving_parity.json."""
     images = list(validation_images(load(dataset, DatasetManifest)))
     with find_source(model, None) as source:
@@ -67,7 +66,7 @@ def main(model: str, dataset: Path, url: str, batch: int, clients: int, machine:
     click.echo(f"{text} ({len(images) / seconds:,.0f} images/s)")
     measures = {"images": float(len(images)), "same_labels": float(same), "seconds": seconds}
     notes = f"{text}. {batch} images a request, {clients} requests at a time. Bundle {digest}."
-    write_result(machine, "serving_parity", measures=measures, runs=[], notes=notes, directory=results)
+    results.write("serving_parity", measures=measures, runs=[], notes=notes)
     sys.exit(same != len(images))
 
 

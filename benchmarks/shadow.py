@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import Results, result_options
 from benchmarks.serving import served
 from components.serve.shadow import SHADOW_VARIABLE
 from enginery.serving.client.client import AsyncClient
@@ -37,24 +37,22 @@ _ANY_BUDGET_MS = 1e6  # each level is held once, whatever its latency
 
 @click.command()
 @click.option("--source", required=True, help="What `enginery serve export` takes.")
-@click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--server-core", default=0, show_default=True, help="Of both servers and the challenger.")
 @click.option("--client-core", default=1, show_default=True)
 @click.option("--pairs", default=10, show_default=True)
 @click.option("--seconds", default=20.0, show_default=True, help="Of each measurement.")
 @click.option("--knee-seconds", default=4.0, show_default=True, help="Of each level on the way to the knee.")
 @click.option("--budget", "budget_ms", default=100.0, show_default=True, help="For p99 at the knee, in milliseconds.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+@result_options
 def main(
     source: str,
-    machine: str,
     server_core: int,
     client_core: int,
     pairs: int,
     seconds: float,
     knee_seconds: float,
     budget_ms: float,
-    results: Path,
+    results: Results,
 ) -> None:
     bind([client_core])
     runs: list[dict[str, Any]] = []
@@ -114,7 +112,7 @@ def main(
         f"{client_core}. Poisson arrivals at half of the knee (p99 of {budget_ms:g} ms); {pairs} pairs of {seconds:g} "
         "s, which of the two comes first alternates. Ratios are medians over the pairs."
     )
-    write_result(machine, "shadow", measures=measures, runs=runs, notes=notes, directory=results)
+    results.write("shadow", measures=measures, runs=runs, notes=notes)
 
 
 def _of(runs: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:

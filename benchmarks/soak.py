@@ -7,19 +7,17 @@ The knee is that of the result of benchmarks/serving.py on the same machine.
 
 import asyncio
 import itertools
-import json
 import multiprocessing
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
 import psutil
 
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import Results, result_options
 from benchmarks.serving import URL, served
 from enginery.serving.client.client import AsyncClient
 from enginery.serving.loadtest import generator
@@ -32,14 +30,13 @@ _NOTHING: dict[str, Any] = {"batches": {}, "queue_ms": None, "compute_ms": None}
 
 @click.command()
 @click.option("--source", required=True, help="What `enginery serve` takes.")
-@click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--minutes", default=10.0, show_default=True)
 @click.option("--server-core", default=0, show_default=True)
 @click.option("--client-core", default=1, show_default=True)
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
-def main(source: str, machine: str, minutes: float, server_core: int, client_core: int, results: Path) -> None:
+@result_options
+def main(source: str, minutes: float, server_core: int, client_core: int, results: Results) -> None:
     bind([client_core])
-    knee = json.loads((results / machine / "serving.json").read_text())["measures"]["knee_requests_per_s"]
+    knee = results.earlier("serving")["measures"]["knee_requests_per_s"]
     with served(source, [server_core]) as process:
         samples, memory, start_at = _hold(process.pid, _SHARE * knee, 60 * minutes, client_core)
     end = start_at + 60 * minutes
@@ -69,13 +66,11 @@ def main(source: str, machine: str, minutes: float, server_core: int, client_cor
     )
     runs = [{"minute": index, **level.model_dump()} for index, level in enumerate(levels)]
     rounded = [(round(when, 1), round(value, 2)) for when, value in memory]
-    write_result(
-        machine,
+    results.write(
         "serving_soak",
         measures=measures,
         runs=[*runs, {"memory_mb": rounded}],
         notes=notes,
-        directory=results,
     )
 
 

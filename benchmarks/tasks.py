@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from benchmarks.results import write_result
+from benchmarks.results import Results, result_options
 from enginery import load_report, load_summary
 from enginery.datasets.phrases import write_phrases
 from enginery.datasets.shapes import write_shapes
@@ -24,10 +24,10 @@ _CONFIGS = {"detection": "shapes", "segmentation": "shapes_masks", "translation"
 
 
 @click.command()
-@click.option("--machine", required=True, help="Plain name of the machine.")
+@result_options
 @click.option("--only", type=click.Choice(list(_CONFIGS)), multiple=True, help="Tasks to run; all without it.")
 @click.option("--seed", default=0, show_default=True, help="Of the data and of the training.")
-def main(machine: str, only: tuple[str, ...], seed: int) -> None:
+def main(only: tuple[str, ...], seed: int, results: Results) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_shapes(Path(folder) / "shapes", seed=seed)
         write_phrases(Path(folder) / "phrases", seed=seed)
@@ -36,7 +36,7 @@ def main(machine: str, only: tuple[str, ...], seed: int) -> None:
     for task, run in runs.items():
         measures = {f"{task}_{name}": value for name, value in run.items() if isinstance(value, float)}
         click.echo(f"{task}: {measures}")
-        write_result(machine, f"tasks_{task}", measures=measures, runs=[run], notes=notes)
+        results.write(f"tasks_{task}", measures=measures, runs=[run], notes=notes)
 
 
 def _run(task: str, folder: Path, seed: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torchvision.transforms import v2
 from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image, Mask
 
 from benchmarks.networks import engines_of, run_step
-from benchmarks.results import RESULTS, current_commit, write_result
+from benchmarks.results import Results, current_commit, result_options
 from components.common.contracts.environment import num_cores
 from components.common.contracts.manifests import MANIFEST, CheckpointManifest, load
 from components.common.contracts.transforms import IMAGENET_MEAN, IMAGENET_STD
@@ -40,24 +40,22 @@ NETWORKS = {"detection": "retinanet_resnet50_fpn", "segmentation": "deeplabv3_re
 @click.argument("tasks", nargs=-1, type=click.Choice(list(NETWORKS)), required=True)
 @click.option("--data", required=True, type=click.Path(exists=True, path_type=Path), help="From enginery data shapes.")
 @click.option("--work", required=True, type=click.Path(path_type=Path), help="Directory of what is made.")
-@click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--network", default="", help="Of torchvision, for a single task.  [default: one for each task]")
 @click.option("--epochs", default=2, show_default=True, help="Of the training.")
 @click.option("--image-size", default=512, show_default=True, help="Side of the square that networks see, in px.")
 @click.option("--compile", "compile_mode", default="off", show_default=True, help="train.compile")
 @click.option("--reference-seconds", default=20.0, show_default=True, help="Of torchvision's training.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+@result_options
 def main(
     tasks: tuple[str, ...],
     data: Path,
     work: Path,
-    machine: str,
     network: str,
     epochs: int,
     image_size: int,
     compile_mode: str,
     reference_seconds: float,
-    results: Path,
+    results: Results,
 ) -> None:
     for task in tasks:
         folder = work / task
@@ -101,15 +99,13 @@ def main(
         batch = f"b{_BATCH_SIZE}"
         for end in ("b1", batch, f"{batch}_no_copies"):
             row[f"int8_over_fp16_{end}"] = row[f"images_per_s_int8_{end}"] / row[f"images_per_s_fp16_{end}"]
-        write_result(
-            machine,
+        results.write(
             f"tasks_{task}",
             measures={key: value for key, value in row.items() if isinstance(value, float)},
             runs=[row],
             notes="From random weights. Scores are mAP@[.5:.95] and mIoU on validation images. TensorRT at "
             "optimization level 1; speeds are medians of turns of all engines, with copies but where a name ends in "
             "no_copies. torchvision's training: its references' steps, AMP, a process per core decodes.",
-            directory=results,
         )
 
 

@@ -7,7 +7,6 @@ Installing is not in the times of Make's targets: run them once before. It is in
 to standard error meanwhile. A suite that fails is not written.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -19,7 +18,7 @@ from typing import Any
 
 import click
 
-from benchmarks.results import RESULTS, current_commit, write_result
+from benchmarks.results import Results, current_commit, result_options
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,17 +26,14 @@ MEASURES = {"test": "test_seconds", "test-all": "test_all_seconds", "ci": "ci_se
 
 
 @click.command()
-@click.option("--machine", required=True, help="Plain name of the machine.")
+@result_options
 @click.option(
     "--target", "targets", multiple=True, type=click.Choice(list(MEASURES)), help="One of them.  [default: all]"
 )
-def main(machine: str, targets: tuple[str, ...]) -> None:
-    file = RESULTS / machine / "tests.json"
-    before = json.loads(file.read_text())["runs"] if file.exists() else []
+def main(targets: tuple[str, ...], results: Results) -> None:
     runs = [_run(target) for target in targets or MEASURES]
-    runs += [run for run in before if run["target"] not in {run["target"] for run in runs}]
-    write_result(
-        machine,
+    runs += [run for run in results.earlier("tests")["runs"] if run["target"] not in {run["target"] for run in runs}]
+    results.write(
         "tests",
         measures={MEASURES[run["target"]]: run["seconds"] for run in runs},
         runs=runs,

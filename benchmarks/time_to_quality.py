@@ -25,7 +25,7 @@ from typing import Any
 import click
 import yaml
 
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import Results, result_options
 from components.common.contracts.environment import gpus
 from components.common.contracts.manifests import CheckpointManifest, DatasetManifest, load, write_atomically
 from components.common.contracts.settings import resolve
@@ -110,7 +110,6 @@ def compile_seconds(settings: dict[str, Any], dataset: Path, rates: list[float])
 
 
 @click.command()
-@click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--dataset", required=True, type=click.Path(exists=True, path_type=Path), help="What preprocess wrote.")
 @click.option("--target", required=True, type=float, help="Top-1 on validation images, in per cent; 0 for none.")
 @click.option(
@@ -122,9 +121,8 @@ def compile_seconds(settings: dict[str, Any], dataset: Path, rates: list[float])
 @click.option("--minutes", default=600.0, help="Limit of all: what is under way then is ended.")
 @click.option("--name", default="time_to_quality", show_default=True, help="Of the result.")
 @click.option("--work", default=Path("/tmp/enginery-quality"), type=click.Path(path_type=Path), help="For checkpoints.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+@result_options
 def main(
-    machine: str,
     dataset: Path,
     target: float,
     recipes: tuple[str, ...],
@@ -134,7 +132,7 @@ def main(
     minutes: float,
     name: str,
     work: Path,
-    results: Path,
+    results: Results,
 ) -> None:
     settings = {name: settings_of(recipe) for name, _, recipe in (text.partition("=") for text in recipes)}
     work.mkdir(parents=True, exist_ok=True)
@@ -166,7 +164,7 @@ def main(
         with writing:
             runs.append(run)
             print(run, flush=True)
-            write(machine, name, target, recipes, list(settings), seeds, at_once / len(places), warm, runs, results)
+            write(name, target, recipes, list(settings), seeds, at_once / len(places), warm, runs, results)
 
     with ThreadPoolExecutor(at_once) as pool:
         if warm:
@@ -180,7 +178,6 @@ def main(
 
 
 def write(
-    machine: str,
     name: str,
     target: float,
     recipes: tuple[str, ...],
@@ -189,7 +186,7 @@ def write(
     per_gpu: float,
     warm: bool,
     runs: list[dict[str, Any]],
-    results: Path,
+    results: Results,
 ) -> None:
     """Write what is known so far."""
     measures: dict[str, float] = {"target_top1_pct": target} if target else {}
@@ -222,7 +219,7 @@ def write(
     )
     if per_gpu > 1:
         notes += f" {per_gpu:g} trainings at a time on a GPU: seconds and rates are no measurements of speed."
-    write_result(machine, name, measures=measures, runs=runs, notes=notes, directory=results)
+    results.write(name, measures=measures, runs=runs, notes=notes)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import click
 import psutil
 import torch
 
-from benchmarks.results import RESULTS, current_commit, write_result
+from benchmarks.results import Results, current_commit, result_options
 from benchmarks.train_cell import PREFIX, Cell, device_name
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -40,9 +40,8 @@ _DDP = "25:0:1,25:0:0,100:0:0,25:1:0"
 class Session:
     """The cells that were measured, and the time that is left for others."""
 
-    machine: str
     name: str
-    results: Path
+    results: Results
     work: Path
     device: str
     cell_s: float
@@ -52,12 +51,10 @@ class Session:
 
     def reuse(self) -> None:
         """Take the cells that an earlier call has measured with the same code, torch and device."""
-        path = self.results / self.machine / f"{self.name}.json"
-        if path.exists():
-            found = [run for run in json.loads(path.read_bytes())["runs"] if "failed" not in run]
-            here = (current_commit(), torch.__version__, device_name(torch.device(self.device)))
-            self.cells = {run["label"]: run for run in found if (run["commit"], run["torch"], run["device"]) == here}
-            self.num_reused = len(self.cells)
+        found = [run for run in self.results.earlier(self.name)["runs"] if "failed" not in run]
+        here = (current_commit(), torch.__version__, device_name(torch.device(self.device)))
+        self.cells = {run["label"]: run for run in found if (run["commit"], run["torch"], run["device"]) == here}
+        self.num_reused = len(self.cells)
 
     def measure(self, cell: Cell) -> dict[str, Any] | None:
         """A cell's result, measured unless it is known; None where it failed or no time is left."""
@@ -89,19 +86,16 @@ class Session:
             "channels_last) on the same files, without its logging. scaling: DistributedDataParallel. Cells that "
             f"failed or ran out of time say so.{again}"
         )
-        write_result(
-            self.machine,
+        self.results.write(
             self.name,
             measures=measures_of(good),
             runs=list(self.cells.values()),
             notes=f"{notes} On {', '.join(devices)}." if devices else notes,
             versions={"torch": good[0]["torch"]} if good else {},
-            directory=self.results,
         )
 
 
 @click.command()
-@click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--parts", default="synthetic,shards,torchvision", help=f"Some of {', '.join(_PARTS)}.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda")
 @click.option("--architecture", default="resnet50")
@@ -125,9 +119,8 @@ class Session:
 @click.option("--reference-batch-size", default=256, help="Of torchvision's recipe.")
 @click.option("--work", default=Path("/tmp/enginery-train"), type=click.Path(path_type=Path), help="For images, logs.")
 @click.option("--again", is_flag=True, help="Measure known cells again.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+@result_options
 def main(
-    machine: str,
     parts: str,
     device: str,
     architecture: str,
@@ -146,13 +139,13 @@ def main(
     reference_batch_size: int,
     work: Path,
     again: bool,
-    results: Path,
+    results: Results,
 ) -> None:
     if unknown := set(parts.split(",")) - set(_PARTS):
         raise click.UsageError(f"--parts has {', '.join(unknown)}; choose from {', '.join(_PARTS)}")
     folder = work / str(num_images)
-    names = {"machine": machine, "name": f"train_{architecture}", "device": device}
-    session = Session(**names, results=results, work=work, cell_s=cell_seconds, ends=time.monotonic() + 60 * minutes)
+    own: dict[str, Any] = {"name": f"train_{architecture}", "device": device, "cell_s": cell_seconds}
+    session = Session(**own, results=results, work=work, ends=time.monotonic() + 60 * minutes)
     if not again:
         session.reuse()
     base = Cell(

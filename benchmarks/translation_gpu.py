@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.networks import run_step
-from benchmarks.results import RESULTS, current_commit, write_result
+from benchmarks.results import Results, current_commit, result_options
 from components.common.contracts.manifests import (
     MANIFEST,
     BundleManifest,
@@ -127,11 +127,10 @@ def _num_tokens(rows: np.ndarray) -> int:
 @click.command()
 @click.option("--data", required=True, type=click.Path(exists=True, path_type=Path), help="From enginery data phrases.")
 @click.option("--work", required=True, type=click.Path(path_type=Path), help="Directory of what is made.")
-@click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--architecture", default="translation/transformer_base", show_default=True)
 @click.option("--epochs", default=3, show_default=True, help="Of the training.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
-def main(data: Path, work: Path, machine: str, architecture: str, epochs: int, results: Path) -> None:
+@result_options
+def main(data: Path, work: Path, architecture: str, epochs: int, results: Results) -> None:
     work.mkdir(parents=True, exist_ok=True)
     dataset, checkpoint, bundle, report = (work / name for name in ("dataset", "checkpoint", "bundle", "report"))
     seconds = {}
@@ -183,8 +182,7 @@ def main(data: Path, work: Path, machine: str, architecture: str, epochs: int, r
                     measures[f"{precision}_over_{peer}_b{batch}"] = ratio
             runs.append({"batch": batch, "tokens_per_s": rates})
             print({name: round(value) for name, value in medians.items()}, flush=True)
-    write_result(
-        machine,
+    results.write(
         f"translation_{architecture.partition('/')[2]}",
         measures=measures,
         runs=runs,
@@ -192,7 +190,6 @@ def main(data: Path, work: Path, machine: str, architecture: str, epochs: int, r
         f"same sentences ({_NUM_SENTENCES[1]} one by one, {_NUM_SENTENCES[32]} by 32, those of similar length "
         "together), source to tokens on the host. PyTorch in FP16: eager with a growing state; compiled is "
         "torch.compile with CUDA graphs and a state of the largest size.",
-        directory=results,
     )
 
 

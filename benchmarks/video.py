@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 from PIL import ImageOps
 
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import Results, result_options
 from benchmarks.shards import validation_images
 from components.analyze.config import AnalyzeConfig
 from components.analyze.run import analyze
@@ -223,7 +223,6 @@ def _answers_of_images(models: Artifact[BundleManifest], video: Path) -> Iterato
 
 
 @click.command()
-@click.option("--machine", required=True, help="Plain name of the machine.")
 @click.option("--bundle", required=True, type=click.Path(path_type=Path), help="Of images.")
 @click.option("--dataset", type=click.Path(path_type=Path), help="Of preprocess: also look at its validation images.")
 @click.option("--name", default="video", show_default=True, help="Of the result.")
@@ -231,9 +230,8 @@ def _answers_of_images(models: Artifact[BundleManifest], video: Path) -> Iterato
 @click.option("--frames", default=300, show_default=True, help="Of each stream.")
 @click.option("--turns", default=3, show_default=True)
 @click.option("--with-hour", is_flag=True, help="Also play an hour of video, and look at the memory.")
-@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="Where results go.")
+@result_options
 def main(
-    machine: str,
     bundle: Path,
     dataset: Path | None,
     name: str,
@@ -241,7 +239,7 @@ def main(
     frames: int,
     turns: int,
     with_hour: bool,
-    results: Path,
+    results: Results,
 ) -> None:
     models = load(bundle, BundleManifest)
     selected = select_runtime(models, "int8", "auto")
@@ -269,8 +267,7 @@ def main(
     measures["video_over_limit"] = statistics.median(run[decoders[-1]]["over_limit"] for run in runs)
     measures["video_streams_720p30"] = measures["video_frames_per_s"] / _FPS
     limits = "; ".join(f"{decoder}: {statistics.mode(run[decoder]['limit'] for run in runs)}" for decoder in decoders)
-    write_result(
-        machine,
+    results.write(
         name,
         measures=measures,
         runs=runs,
@@ -279,7 +276,6 @@ def main(
         f"{limits}. decoder: decoded frames, on the GPU where NVDEC decodes; pixels: the same in RGB, of NVDEC its "
         "planes; transform: from there to the model's input. Parts alone and analyze, in turns; on a CPU they share "
         "the cores, so the lowest of them alone can't be reached.",
-        directory=results,
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import train
+from benchmarks.results import Results
 from benchmarks.train_cell import Cell
 
 TINY = ["--device", "cpu", "--architecture", "resnet18", "--image-size", "32", "--batch-sizes", "8", "--seconds", "0.5"]
@@ -52,7 +53,7 @@ def test_another_device_or_torch_is_measured_again(tmp_path: Path) -> None:
         {"label": "torch", **same, "torch": "0.1"},
     ]
     (tmp_path / "here" / "train_x.json").write_text(json.dumps({"runs": runs}))
-    places = {"machine": "here", "name": "train_x", "results": tmp_path, "work": tmp_path}
+    places = {"name": "train_x", "results": Results("here", tmp_path), "work": tmp_path}
     session = train.Session(**places, device="cpu", cell_s=1, ends=0)
     session.reuse()
     assert list(session.cells) == ["same"]
