@@ -2,7 +2,7 @@
 
 import errno
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,15 +46,7 @@ def digits(directory: Path) -> None:
 @_SEED
 @click.option("--image-size", default=224, show_default=True, help="Width and height of an image, px.")
 @_NUM_WORKERS
-def textures(
-    directory: Path,
-    num_classes: int,
-    num_train: int,
-    num_val: int,
-    seed: int,
-    image_size: int,
-    num_workers: int,
-) -> None:
+def textures(directory: Path, **options: int) -> None:
     """Procedural textures, as many as you like.
 
     A benchmark that a ResNet-50 does not learn to perfection. Written as DIRECTORY/train/<class>/<index>.jpg and
@@ -64,18 +56,7 @@ def textures(
     """
     from enginery.datasets.textures import write_textures
 
-    with _translate_errors(directory), _writing_images(num_train + num_val) as advance:
-        summary = write_textures(
-            directory,
-            num_classes=num_classes,
-            num_train=num_train,
-            num_val=num_val,
-            seed=seed,
-            image_size=image_size,
-            num_workers=num_workers,
-            on_progress=advance,
-        )
-    _report(summary, "resnet50 --config textures")
+    _write_images(write_textures, directory, "resnet50 --config textures", options)
 
 
 @data.command()
@@ -85,7 +66,7 @@ def textures(
 @_SEED
 @click.option("--image-size", default=128, show_default=True, help="Width and height of an image, px.")
 @_NUM_WORKERS
-def shapes(directory: Path, num_train: int, num_val: int, seed: int, image_size: int, num_workers: int) -> None:
+def shapes(directory: Path, **options: int) -> None:
     """Circles, squares, triangles, stars and rings, with exact boxes and masks.
 
     Written below DIRECTORY/train and DIRECTORY/val: images/<index>.jpg; masks/<index>.png, whose pixels are numbers of
@@ -95,17 +76,7 @@ def shapes(directory: Path, num_train: int, num_val: int, seed: int, image_size:
     """
     from enginery.datasets.shapes import write_shapes
 
-    with _translate_errors(directory), _writing_images(num_train + num_val) as advance:
-        summary = write_shapes(
-            directory,
-            num_train=num_train,
-            num_val=num_val,
-            seed=seed,
-            image_size=image_size,
-            num_workers=num_workers,
-            on_progress=advance,
-        )
-    _report(summary, "detection --config shapes")
+    _write_images(write_shapes, directory, "detection --config shapes", options)
 
 
 @data.command()
@@ -125,14 +96,16 @@ def phrases(directory: Path, num_pairs: int, seed: int) -> None:
     _report(summary, "translation --config phrases", content=f"{num_pairs:,} pairs of sentences")
 
 
-@contextmanager
-def _writing_images(total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar; the function that advances it."""
+def _write_images(
+    write: Callable[..., DatasetSummary], directory: Path, pipeline: str, options: Mapping[str, int]
+) -> None:
+    """Write images of training and validation behind a progress bar."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    console = new_console(stderr=True)
-    with Progress(TextColumn("writing images"), *columns, console=console, transient=True) as progress:
-        bar = progress.add_task("images", total=total)
-        yield lambda num_images: progress.advance(bar, num_images)
+    progress = Progress(TextColumn("writing images"), *columns, console=new_console(stderr=True), transient=True)
+    with _translate_errors(directory), progress:
+        bar = progress.add_task("images", total=options["num_train"] + options["num_val"])
+        summary = write(directory, **options, on_progress=lambda num_images: progress.advance(bar, num_images))
+    _report(summary, pipeline)
 
 
 @contextmanager

@@ -7,12 +7,14 @@ final name only when whole, so a killed run continues where it stopped.
 
 import json
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import write_atomically
 from components.common.process.lifetime import end_with_creator
@@ -20,8 +22,8 @@ from components.common.process.lifetime import end_with_creator
 COMPLETE = "dataset.json"
 PARTIAL = "dataset.partial.json"
 
+SPLITS = ("train", "val")
 Arguments = Mapping[str, str | int]
-_Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
 
 
@@ -39,7 +41,29 @@ class DatasetSummary:
     """True: an earlier call with the same arguments had finished, and this one wrote nothing."""
 
 
-def begin(directory: Path, arguments: Arguments) -> bool:
+def write_dataset(
+    directory: Path, arguments: Arguments, write: Callable[[], None], *, num_images: int, num_classes: int
+) -> DatasetSummary:
+    """Write a dataset, or continue it, by calling `write`; a complete one is left alone.
+
+    Raises:
+        UserError: the directory holds something else, or the same dataset of other arguments.
+    """
+    started = time.perf_counter()
+    already_complete = _begin(directory, arguments)
+    if not already_complete:
+        write()
+        (directory / PARTIAL).replace(directory / COMPLETE)
+    return DatasetSummary(
+        directory=directory,
+        num_images=num_images,
+        num_classes=num_classes,
+        seconds=time.perf_counter() - started,
+        already_complete=already_complete,
+    )
+
+
+def _begin(directory: Path, arguments: Arguments) -> bool:
     """Claim a directory for a dataset.
 
     Returns:
@@ -73,11 +97,6 @@ def begin(directory: Path, arguments: Arguments) -> bool:
     return False
 
 
-def finish(directory: Path) -> None:
-    """Mark the dataset as complete. Call it once every image is written."""
-    (directory / PARTIAL).replace(directory / COMPLETE)
-
-
 def is_written(path: Path) -> bool:
     """True if an earlier run wrote this image. Zero bytes are what a power cut leaves of a file."""
     return path.exists() and path.stat().st_size > 0
@@ -103,18 +122,53 @@ def check_least(*arguments: tuple[str, int, int, str]) -> None:
             raise UserError(message, code="invalid-setting", setting=option)
 
 
-def run_tasks(function: Callable[[_Task], _Result], tasks: Sequence[_Task], num_workers: int) -> Iterator[_Result]:
-    """Run a module's function on each task in so many processes. Yields the results in the order of the tasks."""
-    if num_workers == 1 or len(tasks) == 1:
-        yield from map(function, tasks)
-        return
+@dataclass(frozen=True, kw_only=True)
+class ImageTask:
+    """Some images of one folder, for one worker."""
+
+    folder: Path
+    """DIR/<split>, or DIR/<split>/<class>."""
+    seed: int
+    split: int
+    """Index into SPLITS."""
+    class_index: int = 0
+    """Where each class has a folder."""
+    indices: range
+    """Numbers of the images within their folder."""
+    image_size: int
+    """px"""
+
+    def parts(self, most: int) -> "list[ImageTask]":
+        """The same images in tasks of at most so many."""
+        return [replace(self, indices=self.indices[first : first + most]) for first in self.indices[::most]]
+
+
+def run_tasks(
+    function: Callable[[ImageTask], _Result],
+    tasks: Sequence[ImageTask],
+    num_workers: int,
+    on_progress: Callable[[int], None] | None,
+) -> list[_Result]:
+    """Run a module's function on each task in so many processes, 0 for one per core. Returns the results in order."""
+    num_workers = min(num_workers or num_cores(), len(tasks))
+    if num_workers == 1:
+        return list(_counted(map(function, tasks), tasks, on_progress))
     # spawn: forking a process that has threads (a progress bar's) can deadlock the child
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(num_workers, len(tasks)), mp_context=context, initializer=end_with_creator)
+    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=end_with_creator)
     try:
-        yield from pool.map(function, tasks)
+        return list(_counted(pool.map(function, tasks), tasks, on_progress))
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _counted(
+    results: Iterable[_Result], tasks: Sequence[ImageTask], on_progress: Callable[[int], None] | None
+) -> Iterator[_Result]:
+    for result, task in zip(results, tasks, strict=True):
+        if on_progress:
+            on_progress(len(task.indices))
+        yield result
 
 
 def _read(path: Path) -> dict[str, str | int]:

@@ -4,14 +4,13 @@ Source: UCI "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak, 19
 """
 
 import io
-import time
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from enginery.datasets import DatasetSummary, begin, finish, is_written, write_whole
+from enginery.datasets import DatasetSummary, is_written, write_dataset, write_whole
 
 IMAGE_SIZE = 32  # px, from 8
 JPEG_QUALITY = 95
@@ -23,24 +22,19 @@ def write_digits(directory: Path) -> DatasetSummary:
     Raises:
         UserError: the directory holds something else.
     """
-    started = time.perf_counter()
     digits = load_digits()  # images: [1797, 8, 8] float64, 0..16; target: [1797]
-    already_complete = begin(directory, {"dataset": "digits", "image_size": IMAGE_SIZE, "jpeg_quality": JPEG_QUALITY})
-    if not already_complete:
+
+    def write() -> None:
         for class_name in digits.target_names:
             (directory / str(class_name)).mkdir(exist_ok=True)
         for index, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
             path = directory / str(label) / f"{index:04d}.jpg"
             if not is_written(path):
                 write_whole(path, _jpeg(image))
-        finish(directory)
-    return DatasetSummary(
-        directory=directory,
-        num_images=len(digits.images),
-        num_classes=len(digits.target_names),
-        seconds=time.perf_counter() - started,
-        already_complete=already_complete,
-    )
+
+    arguments: dict[str, str | int] = {"dataset": "digits", "image_size": IMAGE_SIZE, "jpeg_quality": JPEG_QUALITY}
+    sizes = {"num_images": len(digits.images), "num_classes": len(digits.target_names)}
+    return write_dataset(directory, arguments, write, **sizes)
 
 
 def _jpeg(image: np.ndarray) -> bytes:

@@ -1,6 +1,5 @@
 """Phrases: English and German numbers, dates, amounts of money and clock times, from digits to words and back."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
@@ -11,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from components.common.contracts.manifests import write_atomically
-from enginery.datasets import DatasetSummary, begin, check_least, finish
+from enginery.datasets import DatasetSummary, check_least, write_dataset
 
 SYNTHESIS_VERSION = 1
 """Raise it when a change alters the pairs of a given seed."""
@@ -396,7 +395,6 @@ def write_phrases(directory: Path, *, num_pairs: int = 80_000, seed: int = 0) ->
     Raises:
         UserError: an argument is out of range, or the directory holds something else.
     """
-    started = time.perf_counter()
     check_least(("--num-pairs", num_pairs, 100, ""), ("--seed", seed, 0, ""))
     arguments: dict[str, str | int] = {
         "dataset": "phrases",
@@ -404,18 +402,12 @@ def write_phrases(directory: Path, *, num_pairs: int = 80_000, seed: int = 0) ->
         "seed": seed,
         "synthesis_version": SYNTHESIS_VERSION,
     }
-    already_complete = begin(directory, arguments)
-    if not already_complete:
+
+    def write() -> None:
         rng, pairs = np.random.default_rng(seed), dict[str, str]()
         while len(pairs) < num_pairs:
             pairs.setdefault(*phrase_pair(rng))
         lines = "".join(f"{source}\t{target}\n" for source, target in pairs.items())
         write_atomically(directory / "pairs.tsv", lines.encode())
-        finish(directory)
-    return DatasetSummary(
-        directory=directory,
-        num_images=num_pairs,
-        num_classes=0,
-        seconds=time.perf_counter() - started,
-        already_complete=already_complete,
-    )
+
+    return write_dataset(directory, arguments, write, num_images=num_pairs, num_classes=0)

@@ -3,10 +3,8 @@
 import io
 import json
 import math
-import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,17 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw
 
-from components.common.contracts.environment import num_cores
 from components.common.contracts.manifests import write_atomically
-from enginery.datasets import DatasetSummary, begin, check_least, finish, is_written, run_tasks, write_whole
+from enginery.datasets import (
+    SPLITS,
+    DatasetSummary,
+    ImageTask,
+    check_least,
+    is_written,
+    run_tasks,
+    write_dataset,
+    write_whole,
+)
 from enginery.datasets.textures import value_noise
 
 SYNTHESIS_VERSION = 1
@@ -25,7 +31,6 @@ SYNTHESIS_VERSION = 1
 CLASSES = ("background", "circle", "square", "triangle", "star", "ring")
 """By the value of their pixels in a mask; the background is no class of boxes."""
 
-SPLITS = ("train", "val")
 MIN_IMAGE_SIZE = 32  # px
 MAX_SHAPES = 6
 MAX_HIDDEN = 0.5  # share of a shape that those above it may cover
@@ -149,21 +154,6 @@ def rle(mask: Mask) -> dict[str, Any]:
     return {"size": list(mask.shape), "counts": text.decode()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Task:
-    """Some images of one split, for one worker."""
-
-    folder: Path
-    """DIR/<split>."""
-    seed: int
-    split: int
-    """Index into SPLITS."""
-    indices: range
-    """Numbers of the images within their split."""
-    image_size: int
-    """px"""
-
-
 def write_shapes(
     directory: Path,
     *,
@@ -190,7 +180,6 @@ def write_shapes(
     Raises:
         UserError: an argument is out of range, or the directory holds something else.
     """
-    started = time.perf_counter()
     check_least(
         ("--num-train", num_train, 1, ""),
         ("--num-val", num_val, 1, ""),
@@ -207,45 +196,25 @@ def write_shapes(
         "jpeg_quality": JPEG_QUALITY,
         "synthesis_version": SYNTHESIS_VERSION,
     }
-    already_complete = begin(directory, arguments)
-    if not already_complete:
+
+    def write() -> None:
         for split, num_images in enumerate((num_train, num_val)):
             folder = directory / SPLITS[split]
             for name in ("images", "masks"):
                 (folder / name).mkdir(parents=True, exist_ok=True)
-            starts = range(0, num_images, _IMAGES_PER_TASK)
-            tasks = [
-                _Task(
-                    folder=folder,
-                    seed=seed,
-                    split=split,
-                    indices=range(start, min(start + _IMAGES_PER_TASK, num_images)),
-                    image_size=image_size,
-                )
-                for start in starts
-            ]
-            entries: list[Entry] = []
-            for part in run_tasks(_write_task, tasks, num_workers or num_cores()):
-                entries += part
-                if on_progress:
-                    on_progress(len(part))
-            _write_annotations(folder / "annotations.json", entries)
+            every = ImageTask(folder=folder, seed=seed, split=split, indices=range(num_images), image_size=image_size)
+            parts = run_tasks(_write_task, every.parts(_IMAGES_PER_TASK), num_workers, on_progress)
+            _write_annotations(folder / "annotations.json", chain.from_iterable(parts))
         write_atomically(directory / "classes.txt", "".join(f"{name}\n" for name in CLASSES).encode())
-        finish(directory)
-    return DatasetSummary(
-        directory=directory,
-        num_images=num_train + num_val,
-        num_classes=len(CLASSES) - 1,
-        seconds=time.perf_counter() - started,
-        already_complete=already_complete,
-    )
+
+    return write_dataset(directory, arguments, write, num_images=num_train + num_val, num_classes=len(CLASSES) - 1)
 
 
 Entry = tuple[dict[str, Any], list[dict[str, Any]]]
 """An image and its objects as COCO lists them, but for the objects' numbers."""
 
 
-def _write_task(task: _Task) -> list[Entry]:
+def _write_task(task: ImageTask) -> list[Entry]:
     """Write the images and masks that an earlier run has not, and return the entries of all."""
     entries: list[Entry] = []
     for index in task.indices:

@@ -2,7 +2,6 @@
 
 import io
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,8 +11,16 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFilter
 
-from components.common.contracts.environment import num_cores
-from enginery.datasets import DatasetSummary, begin, check_least, finish, is_written, run_tasks, write_whole
+from enginery.datasets import (
+    SPLITS,
+    DatasetSummary,
+    ImageTask,
+    check_least,
+    is_written,
+    run_tasks,
+    write_dataset,
+    write_whole,
+)
 
 Array = npt.NDArray[np.float32]
 
@@ -281,24 +288,7 @@ def _occlude(rng: np.random.Generator, image: Image.Image) -> None:
 
 JPEG_QUALITY = 90
 MIN_IMAGE_SIZE = 16  # px; below about 64 the fine textures are gone
-SPLITS = ("train", "val")
 IMAGES_PER_TASK = 64  # about half a second of work: a fine progress bar, and Ctrl-C answers quickly
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Task:
-    """Some images of one class and split, for one worker."""
-
-    folder: Path
-    """DIR/<split>/<class>."""
-    seed: int
-    split: int
-    """Index into SPLITS."""
-    class_index: int
-    indices: range
-    """Numbers of the images within their class and split."""
-    image_size: int
-    """px"""
 
 
 def write_textures(
@@ -330,7 +320,6 @@ def write_textures(
     Raises:
         UserError: an argument is out of range, or the directory holds something else.
     """
-    started = time.perf_counter()
     check_least(
         ("--num-classes", num_classes, 1, ""),
         ("--num-train", num_train, num_classes, "one image per class"),
@@ -349,50 +338,39 @@ def write_textures(
         "jpeg_quality": JPEG_QUALITY,
         "synthesis_version": SYNTHESIS_VERSION,
     }
-    already_complete = begin(directory, arguments)
-    if not already_complete:
+
+    def write() -> None:
         tasks = list(_tasks(directory, num_classes, (num_train, num_val), seed, image_size))
         for folder in {task.folder for task in tasks}:
             folder.mkdir(parents=True, exist_ok=True)
-        for num_ready in run_tasks(_write_task, tasks, num_workers or num_cores()):
-            if on_progress:
-                on_progress(num_ready)
-        finish(directory)
-    return DatasetSummary(
-        directory=directory,
-        num_images=num_train + num_val,
-        num_classes=num_classes,
-        seconds=time.perf_counter() - started,
-        already_complete=already_complete,
-    )
+        run_tasks(_write_task, tasks, num_workers, on_progress)
+
+    return write_dataset(directory, arguments, write, num_images=num_train + num_val, num_classes=num_classes)
 
 
 def _tasks(
     directory: Path, num_classes: int, num_images: tuple[int, int], seed: int, image_size: int
-) -> Iterator[_Task]:
+) -> Iterator[ImageTask]:
     digits = max(3, len(str(num_classes - 1)))
     for split, split_name in enumerate(SPLITS):
         least, extra = divmod(num_images[split], num_classes)
         for class_index in range(num_classes):
-            count = least + (class_index < extra)
-            for first in range(0, count, IMAGES_PER_TASK):
-                yield _Task(
-                    folder=directory / split_name / f"{class_index:0{digits}d}",
-                    seed=seed,
-                    split=split,
-                    class_index=class_index,
-                    indices=range(first, min(first + IMAGES_PER_TASK, count)),
-                    image_size=image_size,
-                )
+            yield from ImageTask(
+                folder=directory / split_name / f"{class_index:0{digits}d}",
+                seed=seed,
+                split=split,
+                class_index=class_index,
+                indices=range(least + (class_index < extra)),
+                image_size=image_size,
+            ).parts(IMAGES_PER_TASK)
 
 
-def _write_task(task: _Task) -> int:
-    """Write the images that an earlier run has not. Returns how many of them are ready now: all."""
+def _write_task(task: ImageTask) -> None:
+    """Write the images that an earlier run has not."""
     for index in task.indices:
         path = task.folder / f"{index:05d}.jpg"
         if not is_written(path):
             write_whole(path, texture_jpeg(task.seed, task.split, task.class_index, index, task.image_size))
-    return len(task.indices)
 
 
 def texture_jpeg(seed: int, split: int, class_index: int, index: int, image_size: int) -> bytes:
