@@ -257,8 +257,9 @@ _CPU_START = _START | {
 _STARTS = {"gpu": _START, "cpu": _CPU_START}
 _PRECISIONS = {"gpu": PRECISIONS, "cpu": ("fp32", "int8")}
 # Standard deviations of logarithms, assumed: of a row's error, of a coefficient from its start, and of a precision's
-# coefficient from that of all precisions; how much worse an unseen device is.
-_ROW, _COMMON, _OWN, _DEVICE = 0.12, 0.25, 0.15, 0.5
+# coefficient from that of all precisions.
+_ROW, _COMMON, _OWN = 0.12, 0.25, 0.15
+_HELD = 0.9  # share of the rows of a new network that a range is to hold
 
 
 @functools.cache
@@ -338,16 +339,51 @@ def _training_error(row: Row, fitted: dict[str, Coefficients], factor: float) ->
     return math.log(speed / row.images_per_s)
 
 
-def _left_out(rows: list[Row], kind: str) -> dict[str, list[float]]:
-    """Errors on networks that the fit had not seen, by precision: each left out once."""
-    errors: dict[str, list[float]] = {precision: [] for precision in _PRECISIONS[kind]}
+@dataclass(frozen=True)
+class _LeftOut:
+    """A row of a network that the fit had not seen."""
+
+    network: str
+    log_error: float
+    changes: list[float]
+    """Of the prediction's logarithm, if the shares and times of another precision are taken: another device's."""
+
+
+def _left_out(rows: list[Row], kind: str) -> list[_LeftOut]:
+    """Each network left out of the fit once."""
+    found: list[_LeftOut] = []
     for network in sorted({row.network for row in rows}):
-        others = _fit([row for row in rows if row.network != network], kind)
+        fitted = _fit([row for row in rows if row.network != network], kind)
         for row in rows:
             if row.network == network:
-                errors[row.precision].append(_log_error(row, others[row.precision]))
+                errors = {precision: _log_error(row, each) for precision, each in fitted.items()}
+                own = errors.pop(row.precision)
+                found.append(_LeftOut(network, own, [error - own for error in errors.values()]))
         print(f"{kind} without {network}", flush=True)
-    return errors
+    return found
+
+
+def _widths(left_out: list[_LeftOut]) -> tuple[float, float]:
+    """Widths of ranges, as logarithms: on devices of the fit and on others.
+
+    A new network is one more of those left out, which count the same each, and it may be the worst of them: so are
+    quantiles of grouped rows corrected for a finite sample (Lee, Barber and Willett, "Distribution-free inference with
+    hierarchical data", 2023). Of too few networks it is the largest error. A new device adds what another precision
+    changes, as if its kernels differed as much.
+    """
+    networks = [each.network for each in left_out]
+    weights = np.array([1 / networks.count(each) for each in networks])
+    num_networks = len(set(networks))
+
+    def quantile(numbers: list[float], weights: np.ndarray, level: float) -> float:
+        return float(np.quantile(np.abs(numbers), level, weights=weights, method="inverted_cdf"))
+
+    width = quantile(
+        [each.log_error for each in left_out], weights, min(1.0, _HELD * (num_networks + 1) / num_networks)
+    )
+    num_changes = len(left_out[0].changes)
+    changes = [change for each in left_out for change in each.changes]
+    return width, math.hypot(width, quantile(changes, np.repeat(weights, num_changes), _HELD))
 
 
 @click.command()
@@ -355,17 +391,17 @@ def _left_out(rows: list[Row], kind: str) -> dict[str, list[float]]:
 def main(results: Results) -> None:
     """Fit, write enginery/advise/coefficients.json, and judge it on what was held out."""
     kinds: dict[str, dict[str, Coefficients]] = {}
-    log_errors: dict[str, dict[str, float]] = {}
+    log_errors: dict[str, float] = {}
     measures: dict[str, float] = {}
     for kind, names in _FIT_DEVICES.items():
         rows = [row for row in fit_rows() if row.workload == "serve" and row.device in names]
         kinds[kind], left_out = _fit(rows, kind), _left_out(rows, kind)
-        widths = {precision: float(np.quantile(np.abs(errors), 0.9)) for precision, errors in left_out.items()}
-        log_errors[kind] = widths
-        log_errors[f"other_{kind}"] = {name: math.hypot(width, _DEVICE) for name, width in widths.items()}
-        errors = 100 * np.abs(np.expm1([error for each in left_out.values() for error in each]))
+        log_errors[kind], log_errors[f"other_{kind}"] = _widths(left_out)
+        errors = 100 * np.abs(np.expm1([each.log_error for each in left_out]))
         measures[f"advise_left_out_error_median_pct_{kind}"] = float(np.median(errors))
         measures[f"advise_left_out_error_p90_pct_{kind}"] = float(np.quantile(errors, 0.9))
+        for name in (kind, f"other_{kind}"):
+            measures[f"advise_interval_factor_{name}"] = math.exp(log_errors[name])
     training = [row for row in fit_rows() if row.workload == "train" and row.precision == "fp16"]
     factors = np.geomspace(0.2, 30, 100)
     medians = [np.median([_training_error(row, kinds["gpu"], factor) for row in training]) for factor in factors]
@@ -399,8 +435,7 @@ def _judge(
             if train
             else _log_error(row, kinds[kind][row.precision])
         )
-        width = fit["log_error_90"][f"other_{kind}" if train or unseen else kind]
-        covered = abs(error) <= width[training_precision(_sheet(row)) if train else row.precision]
+        covered = abs(error) <= fit["log_error_90"][f"other_{kind}" if train or unseen else kind]
         group = f"{'other' if unseen else 'same'}_{kind}"
         keys = [group, f"{group}_{row.precision}", f"{group}_{row.workload}"]
         keys += [f"{row.device.lower()}_part" if row.mig_parts else row.device.lower()] if unseen else []
@@ -423,8 +458,9 @@ def _judge(
         notes="Errors of predicted images/s over measured ones on rows that the fit did not see (advise_heldout.json): "
         "same_ are unseen networks and batches on the devices of the fit (an H200; two cores), other_ are devices left "
         "out whole, published rows among them; unsourced are published rows whose page was not found, which count "
-        "nowhere else. left_out are rows of the fit, with their network left out. Intervals: 90 % of the absolute "
-        "logarithmic errors of left_out by precision, widened by an assumed 0.5 on other devices and for training. "
+        "nowhere else. left_out are rows of the fit, with their network left out. interval_factor: ranges go from a "
+        "prediction over it to a prediction times it; from left_out, corrected for the number of networks, and on "
+        "other devices (other_) and for training widened by what the coefficients of another precision change. "
         "streams_gain: images/s of 4 streams over 1 at batches 8 and 128, predicted over measured, on the H200; "
         "streams were not fitted.",
     )

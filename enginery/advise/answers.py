@@ -198,8 +198,8 @@ def serving(question: Question) -> list[dict[str, Any]]:
     rows = []
     for device in devices().values():
         fitted = kinds[device.kind]
-        errors = measures["log_error_90"][device.kind if device.device == FITTED_ON else f"other_{device.kind}"]
-        engines, problem = _engines(work, device, fitted, errors, question)
+        log_error = measures["log_error_90"][device.kind if device.device == FITTED_ON else f"other_{device.kind}"]
+        engines, problem = _engines(work, device, fitted, log_error, question)
         row: dict[str, Any] = {"gpu": device.device, "images_per_s_by_precision": {}}
         for precision in fitted:
             found = _fastest([each for each in engines if each.precision == precision])
@@ -225,7 +225,7 @@ def serving(question: Question) -> list[dict[str, Any]]:
             row["cost_per_hour"] = price * row["num_gpus"][1] if question.qps else price
             row["cost_per_million"] = row["cost_per_hour"] / (question.qps or row["images_per_s"]) / 3600 * 1e6
         share = question.qps / max(each.low for each in engines) / _FULL if question.qps else 1.0
-        row["sharing"], row["why"] = _sharing(work, device, best, share, fitted, errors, question)
+        row["sharing"], row["why"] = _sharing(work, device, best, share, fitted, log_error, question)
         rows.append(row)
     return _with_max_q(rows, "cost_per_hour", question.budget)
 
@@ -235,7 +235,7 @@ def _memory_gb(work: Work, device: Device, precision: str, batch: int, streams: 
 
 
 def _engines(
-    work: Work, device: Device, fitted: Mapping[str, Coefficients], errors: Mapping[str, float], question: Question
+    work: Work, device: Device, fitted: Mapping[str, Coefficients], log_error: float, question: Question
 ) -> tuple[list[_Engine], str]:
     """Engines that fit and answer in time at the slow end of their range, if there are none in the middle of it.
 
@@ -247,7 +247,7 @@ def _engines(
             batch=batch,
             streams=streams,
             prediction=predict(work, device, precision, batch, coefficients, streams),
-            log_error=errors[precision],
+            log_error=log_error,
         )
         for precision, coefficients in fitted.items()
         for streams in _STREAMS
@@ -297,7 +297,7 @@ def _sharing(
     engine: _Engine,
     load: float,
     fitted: Mapping[str, Coefficients],
-    errors: Mapping[str, float],
+    log_error: float,
     question: Question,
 ) -> tuple[str, str]:
     """MIG, MPS or neither, and the reason; `load` is the share of what the device can do in time."""
@@ -308,7 +308,7 @@ def _sharing(
     if load > _SHARED:
         return "neither", whole
     for parts in MIG_PARTS if device.mig_instances else ():
-        engines, _ = _engines(work, device.part(parts), fitted, errors, question)
+        engines, _ = _engines(work, device.part(parts), fitted, log_error, question)
         best = _for_load(engines, question.qps or 1)
         if best is None or parts >= device.mig_instances or best.num_devices(question.qps) != [1, 1]:
             continue
@@ -354,7 +354,7 @@ def training(question: Question) -> list[dict[str, Any]]:
         factor, fitted = measures["training_bytes_factor"], kinds[device.kind][precision]
         prediction = predict_training(model.work, device, batch, memory.per_image_bytes, fitted, factor)
         # One network on one GPU says nothing about others: the wider interval everywhere.
-        low, high = interval(prediction.images_per_s, measures["log_error_90"][f"other_{device.kind}"][precision])
+        low, high = interval(prediction.images_per_s, measures["log_error_90"][f"other_{device.kind}"])
         row |= {"precision": precision, "batch": batch, "memory_gb": memory.needed_bytes(batch) / 1e9 + _OTHER_GB}
         row |= {"images_per_s": prediction.images_per_s, "low": low, "high": high, "limit": prediction.limit}
         row |= _decoded(row, device, question)

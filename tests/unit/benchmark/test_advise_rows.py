@@ -4,6 +4,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 from benchmarks import advise
 
 
@@ -35,3 +38,21 @@ def test_rows_are_what_was_measured() -> None:
     row = advise.fit_rows()[0]
     assert advise.why_held_out(replace(row, device="T4")) == "device"
     assert advise.why_held_out(replace(row, published=True)) == "device"
+
+
+def test_ranges_hold_for_new_networks() -> None:
+    """Simulated: errors are a network's own and each row's; some networks have many rows."""
+    chance = np.random.default_rng(0)
+
+    def errors(num_rows: int) -> list[float]:
+        return [float(each) for each in chance.normal(0, 0.2) + chance.normal(0, 0.1, num_rows)]
+
+    held = []
+    for _ in range(300):
+        networks = {str(number): errors(4 if number % 4 else 12) for number in range(12)}
+        left_out = [advise._LeftOut(name, error, [0.3]) for name, rows in networks.items() for error in rows]
+        width, wider = advise._widths(left_out)
+        assert wider == pytest.approx(np.hypot(width, 0.3))
+        held.append(np.mean(np.abs(errors(6)) <= width))
+    assert 0.9 < np.mean(held) < 0.97
+    assert advise._widths([advise._LeftOut(name, 0.1 * error, [0.0]) for error, name in enumerate("abc")])[0] == 0.2

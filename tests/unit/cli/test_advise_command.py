@@ -81,7 +81,7 @@ def test_the_tail_of_the_queue_is_that_of_a_simulation() -> None:
 
 
 def test_a_short_latency_takes_small_batches_or_none() -> None:
-    assert _rows(*_ASKED, "--p99", "1ms")["H100"]["batch"] < _rows(*_ASKED, "--p99", "0.1s")["H100"]["batch"]
+    assert _rows(*_ASKED, "--p99", "2ms")["H100"]["batch"] < _rows(*_ASKED, "--p99", "0.1s")["H100"]["batch"]
     refused = _rows(*_ASKED, "--p99", "0.01ms")["H200"]
     assert refused["images_per_s"] is None
     assert "latency" in refused["limit"]
