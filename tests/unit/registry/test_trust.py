@@ -21,7 +21,6 @@ from components.common.registry.model_registry import Registry
 from components.common.registry.version_evaluation import load_evaluation
 from components.promote import champion
 from enginery.release.fetch import fetch, read_identity
-from enginery.serving import repository as repository_module
 from tests.pipelines.servers import free_port, server
 from tests.unit.registered import (
     PARTS,
@@ -145,29 +144,6 @@ def test_a_bundle_that_names_files_elsewhere(tmp_path: Path, change: Callable[[d
     with refuses("invalid-manifest"):
         served(str(bundle), tmp_path / "out")
     assert (tmp_path / "victim" / "bashrc").read_text() == "own"
-
-
-def test_a_file_swapped_between_check_and_copy(three: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link in the store is turned to another file once the checks are over."""
-    with Registry(MlflowClient()).files(Registry(MlflowClient()).version("m", "3"), "bundle", "int8.onnx") as model:
-        original = model.rename(tmp_path / "original")
-        (tmp_path / "other").write_bytes(original.read_bytes()[::-1])
-        shutil.copy(original, model.with_name("copy"))
-        model.symlink_to("copy")
-
-        def late(*arguments: object) -> None:
-            model.unlink()
-            model.symlink_to(tmp_path / "other")
-
-        monkeypatch.setattr(repository_module, "check_new", late)
-        try:
-            with refuses("changed-file"):
-                served("m/3", tmp_path / "out")
-        finally:
-            model.unlink()
-            model.with_name("copy").unlink()
-            original.rename(model)
-    assert not (tmp_path / "out").exists()
 
 
 def test_without_a_policy_each_use_says_that_nobody_vouches(

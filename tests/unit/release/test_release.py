@@ -15,12 +15,11 @@ import pytest
 from mlflow import MlflowClient
 
 from components.common.contracts.digests import digest_file
-from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import ReportManifest, load
 from components.common.registry.keys import PASSPHRASE_VARIABLE
 from components.promote.packaging import write_model
 from enginery.release import writing
-from tests.unit.registered import CHANGED, NAME, enginery, files, flip, refuses, reseal, write_keys
+from tests.unit.registered import NAME, enginery, files, refuses, reseal, write_keys
 
 
 def release(output: Path, parts: dict[str, Path], *more: object) -> str:
@@ -122,17 +121,6 @@ def test_nothing_is_overwritten(proved, tmp_path: Path) -> None:
 def test_what_is_not_there(promoted, tmp_path: Path, words: list[str], code: str) -> None:
     with refuses(code):
         enginery("release", tmp_path / "out", *words)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_version_with_a_changed_file_is_not_released(promoted, registry, tmp_path: Path) -> None:
-    """Other uses of it: test_attacks.py, test_deploy.py."""
-    for part, name in (("bundle", "scales.json"), ("report", "predictions.npz")):
-        with registry.files(registry.version(NAME, "1"), part, name) as file:
-            flip(file)
-            with pytest.raises(EngineryError, match=f"{name} {CHANGED}"):
-                enginery("release", tmp_path / "out", f"{NAME}@candidate")
-            flip(file)
     assert not (tmp_path / "out").exists()
 
 
