@@ -7,24 +7,20 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import torch
 from onnx import numpy_helper
-from torch import nn
 
 from components.common.contracts.errors import GateFailed
 from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, VerdictManifest, load, seal
 from components.common.contracts.settings import resolve
-from components.common.contracts.transforms import ShapeSpec, transform_for
 from components.common.data.evaluation import ClassPredictions
-from components.common.data.loader import Loader
 from components.common.process.steplog import StepLog
 from components.export.config import ExportConfig
-from components.export.onnx_export import export_onnx
 from components.gate.config import GateConfig
 from components.validate.config import ValidateConfig
 from components.validate.report import _confusion, change, class_changes, class_losses
 from components.validate.run import _undefined_note
 from components.validate.schema import Report
+from tests.unit.conftest import Proved
 from tests.unit.measurements import predictions
 
 GATE: dict[str, Any] = {"max_drop_points": 9.0, "min_relative_score_pct": 90.0, "max_class_drop_points": 30.0}
@@ -73,38 +69,6 @@ def test_images_without_a_prediction_are_confused_with_nothing() -> None:
     assert _undefined_note(fp32) == ""
 
 
-def fitted(dataset: Artifact[DatasetManifest]) -> nn.Module:
-    """A small classifier without training: random convolutions, and the last layer by least squares."""
-    torch.manual_seed(0)
-    features = nn.Sequential(nn.Conv2d(3, 32, 5, stride=2), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten())
-    loader = Loader(dataset, "train", transform_for(32, resize_ratio=1.0), batch_size=96)
-    batches = [(batch.images, batch.labels) for batch in loader]
-    with torch.no_grad():
-        inputs = torch.cat([features(images.contiguous()) for images, _ in batches])  # [480, F] float32
-        wanted = nn.functional.one_hot(torch.cat([labels for _, labels in batches]), 10).float()
-        middle = inputs.mean(dim=0)
-        kernel = (inputs - middle) @ (inputs - middle).T
-        ridge = kernel.diagonal().mean() * torch.eye(len(inputs))
-        weights = (inputs - middle).T @ torch.linalg.solve(kernel + ridge / 10, wanted)  # [F, 10]
-        last = nn.Linear(len(weights), 10)
-        last.weight.copy_(weights.T)
-        last.bias.copy_(0.1 - middle @ weights)
-    return nn.Sequential(features, last).eval()
-
-
-@pytest.fixture(scope="module")
-def bundle(digits_dataset: Artifact[DatasetManifest], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The fitted model, quantized by the real export."""
-    from components.export.run import run
-
-    root = tmp_path_factory.mktemp("swapped")
-    export_onnx(fitted(digits_dataset), root / "small.onnx", ShapeSpec(height=32, width=32))
-    settings = {"num_calibration_images": 64, "calibration_method": "max", "fallback": False, "resize_ratio": 1.0}
-    config = resolve(ExportConfig, "export", {**settings, "tensorrt": "off", "mixed_engines": 0})
-    run(config, StepLog("export"), model=root / "small.onnx", dataset=digits_dataset.path, output=root / "bundle")
-    return root / "bundle"
-
-
 def swap(source: Path, output: Path, first: int, second: int) -> Path:
     """The bundle, sealed again, with two rows of the last layer of all INT8 files exchanged: weights, scales, bias."""
     shutil.copytree(source, output, ignore=shutil.ignore_patterns("manifest.json"))
@@ -143,15 +107,16 @@ def judge(bundle: Path, dataset: Path, output: Path) -> tuple[Report, VerdictMan
 
 
 def test_swapped_classes_are_caught_and_named(
-    bundle: Path, digits_dataset: Artifact[DatasetManifest], tmp_path: Path
+    proved: Proved, digits_dataset: Artifact[DatasetManifest], tmp_path: Path
 ) -> None:
+    bundle = proved.parts["bundle"]
     report, verdict, said = judge(bundle, digits_dataset.path, tmp_path / "as exported")
     assert verdict.passed, said
     assert report.accuracy.row("int8").worse_classes == ()
     # The two classes that the model knows best, so that the swap and nothing else is seen.
     best = sorted(report.class_changes, key=lambda entry: -entry.own_pct)[:2]
     names = sorted(entry.name for entry in best)
-    assert min(entry.own_pct for entry in best) > 80
+    assert min(entry.own_pct for entry in best) > 60
     first, second = (report.model.classes.index(name) for name in names)
 
     swapped = swap(bundle, tmp_path / "swapped", first, second)
