@@ -15,7 +15,6 @@ from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import (
     MANIFEST,
     Artifact,
-    BundleManifest,
     CheckpointManifest,
     DatasetManifest,
     PromotionManifest,
@@ -25,9 +24,8 @@ from components.common.contracts.manifests import (
     seal_of,
     write_atomically,
 )
-from components.common.contracts.records import CalibrationEntry
 from components.common.contracts.settings import StepConfig
-from components.common.contracts.transforms import ShapeSpec, transform_for
+from components.common.contracts.transforms import transform_for
 from components.common.process.steplog import StepLog
 from components.export.config import ExportConfig
 from components.export.sources import check_model
@@ -35,7 +33,7 @@ from components.promote.config import PromoteConfig
 from components.train.config import TrainConfig
 from components.validate.config import ValidateConfig
 from tests.unit.refusals import refuses
-from tests.unit.registered import run_python
+from tests.unit.registered import make_chain, run_python
 
 FIELDS = {"registered_model": "m", "version": "1", "alias": "a", "bundle_digest": "b", "verdict_digest": "v"}
 SPEC = transform_for(32, resize_ratio=1.0)
@@ -219,31 +217,13 @@ def step_refusal(step: str, settings: StepConfig, **folders: Path) -> EngineryEr
     return caught.value
 
 
-@pytest.mark.parametrize("name", ["fp32.onnx", "int8.onnx", "int8.plan"])
+@pytest.mark.parametrize("name", ["int8.onnx", "int8.plan"])
 def test_a_swapped_model_of_the_same_size_is_refused(
     tmp_path: Path, digits_dataset: Artifact[DatasetManifest], name: str
 ) -> None:
     """It is refused before it is opened: it is no model at all."""
-    models = tmp_path / "bundle"
-    models.mkdir()
-    for file in ("fp32.onnx", "int8.onnx", "int8.plan"):
-        (models / file).write_bytes(file.encode())
-    seal(
-        models,
-        BundleManifest,
-        inputs={},
-        config=ExportConfig(),
-        architecture="resnet18",
-        classes=digits_dataset.manifest.classes,
-        transform=SPEC,
-        shapes=ShapeSpec(height=32, width=32),
-        models={"fp32": "fp32.onnx", "int8": "int8.onnx"},
-        engines=(),
-        calibration=CalibrationEntry(method="max", num_images=1, split="train", seconds=0),
-        num_quantized_layers=1,
-        num_quantizable_layers=1,
-    )
-    (models / name).write_bytes(name.upper().encode())
+    models = make_chain(tmp_path, 50, data=digits_dataset, planned=("int8.plan",))["bundle"]
+    (models / name).write_bytes((models / name).read_bytes().swapcase())
     folders = {"bundle": models, "dataset": digits_dataset.path, "output": tmp_path / "report"}
     error = step_refusal("validate", ValidateConfig(), **folders)
     assert error.code == "damaged-artifact"

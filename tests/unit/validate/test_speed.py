@@ -9,9 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
-from onnx import helper
 from rich.console import Console
 
 from components.common.contracts.records import BenchmarkReport, LatencyBudget, Speedup
@@ -40,9 +38,8 @@ from components.validate.speed_text import main_table
 from enginery.formats import new_console
 from enginery.local.rendering import print_summary
 from tests.unit.measurements import accuracy_report, accuracy_row, benchmark_row, power_monitor
-from tests.unit.networks import onnx_model
 from tests.unit.refusals import refuses
-from tests.unit.registered import run_python
+from tests.unit.registered import constant_model, run_python
 
 SHAPES = ShapeSpec(height=16, width=16, opt_batch=4, max_batch=8)
 TIMES = {"warmup_s": 0.0, "duration_s": 0.02, "min_iterations": 5}
@@ -50,16 +47,9 @@ TIMES = {"warmup_s": 0.0, "duration_s": 0.02, "min_iterations": 5}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A convolution and a pooling: images [B, 3, 16, 16] to logits [B, 4]."""
-    weights = np.random.default_rng(0).standard_normal((4, 3, 3, 3), dtype=np.float32)
-    nodes = [
-        helper.make_node("Conv", ["images", "weights"], ["features"]),
-        helper.make_node("GlobalAveragePool", ["features"], ["pooled"]),
-        helper.make_node("Flatten", ["pooled"], ["logits"]),
-    ]
+    """Images [B, 3, 16, 16] to logits [B, 4]."""
     path = tmp_path_factory.mktemp("speed") / "small.onnx"
-    shapes = {"images": ["batch", 3, 16, 16]}, {"logits": ["batch", 4]}
-    onnx.save(onnx_model(nodes, *shapes, {"weights": weights}), path)
+    path.write_bytes(constant_model(1, 4))
     return path
 
 
