@@ -22,10 +22,12 @@ from components.common.contracts.errors import EngineryError, UserError, shorten
 from components.common.contracts.manifests import CheckpointManifest, DatasetManifest, load
 from components.common.contracts.settings import load_yaml, resolve
 from components.common.runtimes.counting import count_model
+from components.common.tasks import TASKS, task_of
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.packing import stratified
 from components.preprocess.sources import find_samples
 from components.train.config import TrainConfig
+from enginery.local.parameters import own_config
 
 SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)
 WORTH_POINTS = 0.5  # by less, twice the images are said not to help
@@ -133,19 +135,25 @@ def measure(
         data: a folder that preprocess takes, on this machine.
         architecture: what to train.
         output: existing folder for datasets and checkpoints.
-        config: a pipeline's YAML file of settings.
+        config: a pipeline's YAML file of settings, or one of enginery's own by its name.
         num_runs: trainings of each number of images, with seeds of their own.
         on_progress: called with a line before each training.
 
     Raises:
-        UserError: the data is no folder, a setting is wrong, or there are too few images.
+        UserError: the data is no folder, the network no classifier, a setting is wrong, or there are too few images.
         EngineryError: a step failed.
     """
     if not data.is_dir():
         raise UserError(
             f"{data} is no folder on this machine; unpack it first", code="no-folder", setting="--how-much-data"
         )
-    content = load_yaml(config) if config else {}
+    if not TASKS[task := task_of(architecture)].classifies:
+        raise UserError(
+            f"{architecture} is for {task}, and --how-much-data trains classifiers alone, such as resnet18",
+            code="other-task",
+            setting="MODEL",
+        )
+    content = load_yaml(own_config(config)) if config else {}
     recipe = {name: value for name, value in content.items() if name in TrainConfig.model_fields}
     recipe |= {**content.get("train", {}), "architecture": architecture}
     packing = {**content.get("preprocess", {}), "data": str(data)}

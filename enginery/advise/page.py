@@ -15,6 +15,7 @@ from enginery.advise.roofline import Device, devices, kernel_bytes, kernel_secon
 
 _OWN = Path(__file__).with_name("templates")
 _KINDS = ("convolution", "grouped", "matrix product", "depthwise", "wide depthwise")
+_NAME_HEIGHT = 0.055  # of a device's name beside a chart, as a share of its height
 _SHAPES = ("o", "^", "s", "D", "v")
 
 
@@ -26,15 +27,18 @@ def cost_chart(rows: Sequence[dict[str, Any]], cost: str, label: str) -> str:
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "advise cost"}):
         figure, axes = new_axes("images per second of one device", label)
         for row in priced:
-            style = row["precision"]
-            color = SERIES[style]
+            color = SERIES[row["precision"]]
             axes.plot([row["low"], row["high"]], [row[cost]] * 2, color=color, linewidth=0.8)
-            axes.plot(row["images_per_s"], row[cost], color=color, marker=MARKERS[style], linestyle="none")
-            place: dict[str, Any] = {"xytext": (3, 0), "textcoords": "offset points", "va": "center"}
-            axes.annotate(row["gpu"], (row["high"], row[cost]), fontsize=8, **place)
-        room = 2  # for the names
-        logarithmic(axes, "x", [*(row["low"] for row in priced), *(room * row["high"] for row in priced)], 5)
+            axes.plot(row["images_per_s"], row[cost], color=color, marker=MARKERS[row["precision"]], linestyle="none")
+        logarithmic(axes, "x", [row[name] for row in priced for name in ("low", "high")], 5)
         logarithmic(axes, "y", [row[cost] for row in priced])
+        bottom, top = np.log(axes.get_ylim())
+        height = -1.0  # of the name below, as a share of the axis
+        for row in sorted(priced, key=lambda row: float(row[cost])):
+            height = max(height + _NAME_HEIGHT, (np.log(row[cost]) - bottom) / (top - bottom))
+            place: dict[str, Any] = {"xytext": (1.03, height), "textcoords": "axes fraction", "va": "center"}
+            line = {"arrowstyle": "-", "color": TEXT, "linewidth": 0.3}
+            axes.annotate(row["gpu"], (row["high"], row[cost]), fontsize=8, arrowprops=line, **place)
         for style in sorted({row["precision"] for row in priced}):
             axes.plot([], [], color=SERIES[style], marker=MARKERS[style], linestyle="none", label=style.upper())
         figure.legend(loc="outside upper center", ncols=3, fontsize=9)

@@ -49,6 +49,7 @@ def _refuse_unused(workload: str, data: Path | None, images: int | None) -> None
         f"is for --workload {other}": _OF_WORKLOAD[other],
         "is for --how-much-data FOLDER": _OF_DATA,
         "needs --images, the number of an epoch": () if images else ("epochs", "deadline_s"),
+        "is of the whole training: it needs --images": ("budget",) if workload == "train" and not images else (),
     }
     if data is not None:
         parameters = [each.name or "" for each in click.get_current_context().command.params]
@@ -194,7 +195,7 @@ _SERVING = (
     ("range", ("low", "high"), ",.0f"),
     ("p99 ms", ("p99_ms_range",), ".3g"),
     ("devices", ("num_gpus",), ","),
-    ("GB", ("memory_gb",), ".1f"),
+    ("GB", ("memory_gb",), ".3g"),
     ("per million", ("cost_per_million",), ".2g"),
     ("per hour", ("cost_per_hour",), ".2f"),
     ("img/s/W", ("images_per_s_per_w",), ".3g"),
@@ -204,7 +205,7 @@ _SERVING = (
 _TRAINING = (
     ("batch", ("batch",), ","),
     ("largest", ("largest_batch",), ","),
-    ("GB", ("memory_gb",), ".1f"),
+    ("GB", ("memory_gb",), ".3g"),
     ("images/s", ("images_per_s",), ",.0f"),
     ("range", ("low", "high"), ",.0f"),
     ("hours on one", ("hours_on_one_range",), ",.3g"),

@@ -123,6 +123,11 @@ def _or_own(path: Path, folder: Path, suffix: str) -> Path:
     return own if path.name == str(path) and not path.is_file() and own.is_file() else path
 
 
+def own_config(path: Path) -> Path:
+    """The path of a config file; that of enginery's own where the path is a bare name that is no file here."""
+    return _or_own(path, _CONFIGS, ".yaml")
+
+
 def load_pipeline(path: Path) -> PipelineFile:
     """Import a pipeline file, or one of enginery's own by its name, such as "resnet50".
 
@@ -261,7 +266,7 @@ def _load_config(file: PipelineFile, path: Path) -> dict[str, Any]:
     Raises:
         UserError: it can't be read, or it is enginery's own for another task.
     """
-    found = _or_own(path, _CONFIGS, ".yaml")
+    found = own_config(path)
     content = load_yaml(found)
     task = task_of(str(content.get("architecture") or ""))
     if task != file.task and found.resolve().parent == _CONFIGS:  # one of the user's may leave the network out

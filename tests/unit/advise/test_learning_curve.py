@@ -49,13 +49,20 @@ def test_no_error_seen_is_not_certain() -> None:
     assert forecast(perfect, 50, 800).error_pct[2] > 0.1
 
 
-def test_what_can_not_be_measured_is_refused(tmp_path: Path) -> None:
-    def run(data: Path) -> None:
-        measure(data, "resnet18", tmp_path, config=None, num_runs=1, on_progress=print)
+def test_what_can_not_be_measured_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(data: Path, architecture: str = "resnet18") -> None:
+        """With enginery's own settings for the digits, beside a folder of their name."""
+        measure(data, architecture, tmp_path, config=Path("digits"), num_runs=1, on_progress=print)
+
+    (tmp_path / "digits").mkdir()
+    monkeypatch.chdir(tmp_path)
 
     with pytest.raises(UserError) as missing:
         run(tmp_path / "none")
     assert missing.value.code == "no-folder"
+    with pytest.raises(UserError) as other:
+        run(tmp_path / "digits", "detection/fcos_small")
+    assert (other.value.code, other.value.setting) == ("other-task", "MODEL")
     for label in ("a", "b"):
         (tmp_path / "few" / label).mkdir(parents=True)
         for number in range(6):
