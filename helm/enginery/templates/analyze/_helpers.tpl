@@ -1,0 +1,16 @@
+{{/* Another name with every change: a Job's pods can't be changed. */}}
+{{- define "enginery.analyze.name" -}}
+{{- $changes := toJson (list .Values.analyze (include "enginery.image" (list . "analyze"))) -}}
+{{- printf "%s-analyze-%s" (include "enginery.fullname" .) (sha256sum $changes | trunc 8) -}}
+{{- end -}}
+
+{{- define "enginery.analyze.check" -}}
+{{- with .Values.analyze -}}
+{{- if not .sources -}}
+{{- fail "analyze.sources is empty. Name videos: live addresses such as rtsp://camera/stream, or paths below /data, where analyze.existingClaim is" -}}
+{{- end -}}
+{{- if not .existingClaim -}}
+{{- fail "analyze.existingClaim is empty. Name a PersistentVolumeClaim that holds the bundle, and takes the results" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
