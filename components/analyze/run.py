@@ -3,12 +3,13 @@
 import json
 import os
 import re
+import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -177,7 +178,7 @@ def _label_all(
             done += len(batch)
             log.progress("labelling", done, max(done + 1, sum(s.num_decoded for s in streams.states)), unit="frames")
 
-        try:
+        with _signals_call(streams.stop):
             while True:
                 if deadline is not None and time.monotonic() >= deadline:
                     streams.stop()
@@ -190,10 +191,33 @@ def _label_all(
                 # answered at once.
                 while len(waiting) > (_AHEAD if len(batch) == batch_size else 0):
                     write_first()
-        except KeyboardInterrupt:
-            streams.stop()
-        while waiting:
-            write_first()
+            while waiting:
+                write_first()
+
+
+@contextmanager
+def _signals_call(stop: Callable[[], None]) -> Iterator[None]:
+    """Let Ctrl-C or SIGTERM end the streams alone, so that no frame is written in part; a second one interrupts."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def handle(number: int, frame: object) -> None:
+        restore()
+        stop()
+
+    if threading.current_thread() is not threading.main_thread():  # only there can signals be handled
+        yield
+        return
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        restore()
 
 
 class _Writer:
