@@ -112,6 +112,8 @@ class Model:
     """"" for an ONNX file."""
     image_size: int
     """The longer side."""
+    num_classes: int
+    """0 for an ONNX file."""
     text: str
     """For people."""
 
@@ -123,30 +125,27 @@ def counted(question: Question) -> Model:
         UserError: it is no network, file or bundle, or can't be counted.
     """
     path = Path(question.model)
-    if question.image_size and ((path / MANIFEST).is_file() or path.suffix == ".onnx"):
-        raise UserError(
-            f"{path} has an image size of its own; leave out --image-size", code="size-is-fixed", setting="--image-size"
-        )
+    if (path / MANIFEST).is_file() or path.suffix == ".onnx":
+        for option, value in (("--image-size", question.image_size), ("--num-classes", question.num_classes)):
+            if value:
+                raise UserError(f"{path} says its own; leave out {option}", code="fixed-by-file", setting=option)
     if (path / MANIFEST).is_file():
         manifest = load(path, BundleManifest).manifest
+        _refuse_text(question.model, manifest.architecture)
         height, width = manifest.image_shapes.height, manifest.image_shapes.width
         work = Work(count_onnx(path / manifest.models["fp32"]))
         text = f"the bundle {path}, {manifest.architecture} at {height}x{width} px"
-        return Model(work=work, architecture=manifest.architecture, image_size=max(height, width), text=text)
+        size, num_classes = max(height, width), len(manifest.classes)
+        return Model(work=work, architecture=manifest.architecture, image_size=size, num_classes=num_classes, text=text)
     if path.suffix == ".onnx":
         inputs = read_onnx(path).graph.input[:1]
         sides = [each.dim_value for graph_input in inputs for each in graph_input.type.tensor_type.shape.dim[2:]]
         work = Work(count_onnx(path))
         size = max(sides, default=0) or 224
         text = f"the file {path} at {'x'.join(str(side or '?') for side in sides)} px"
-        return Model(work=work, architecture="", image_size=size, text=text)
+        return Model(work=work, architecture="", image_size=size, num_classes=0, text=text)
     size = question.image_size or 224
-    if TASKS[task_of(question.model)].of_text:
-        raise UserError(
-            f"{question.model} takes text, and advise predicts networks of images, such as resnet50",
-            code="other-task",
-            setting="MODEL",
-        )
+    _refuse_text(question.model, question.model)
     try:
         work = Work(count_model(question.model, size, question.num_classes))
     except UserError as error:
@@ -157,7 +156,13 @@ def counted(question: Question) -> Model:
         ) from error
     num_classes = question.num_classes or TASKS[task_of(question.model)].usual_num_classes
     text = f"the network {question.model} at {size}x{size} px with {num_classes:,} classes"
-    return Model(work=work, architecture=question.model, image_size=size, text=text)
+    return Model(work=work, architecture=question.model, image_size=size, num_classes=num_classes, text=text)
+
+
+def _refuse_text(model: str, architecture: str) -> None:
+    if TASKS[task_of(architecture)].of_text:
+        text = f"{model} takes text, and advise predicts networks of images, such as resnet50"
+        raise UserError(text, code="other-task", setting="MODEL")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +209,8 @@ def serving(question: Question) -> list[dict[str, Any]]:
     rows = []
     for device in devices().values():
         fitted = kinds[device.kind]
-        log_error = measures["log_error_90"][device.kind if device.device == FITTED_ON else f"other_{device.kind}"]
+        others_log_error = measures["log_error_90"][f"other_{device.kind}"]
+        log_error = measures["log_error_90"][device.kind] if device.device == FITTED_ON else others_log_error
         engines, problem = _engines(work, device, fitted, log_error, question)
         row: dict[str, Any] = {"gpu": device.device, "images_per_s_by_precision": {}}
         for precision in fitted:
@@ -232,7 +238,7 @@ def serving(question: Question) -> list[dict[str, Any]]:
             row["cost_per_hour"] = price * row["num_gpus"][1] if question.qps else price
             row["cost_per_million"] = row["cost_per_hour"] / (question.qps or row["images_per_s"]) / 3600 * 1e6
         share = question.qps / max(each.low for each in engines) / _FULL if question.qps else 1.0
-        row["sharing"], row["why"] = _sharing(work, device, best, share, fitted, log_error, question)
+        row["sharing"], row["why"] = _sharing(work, device, best, share, fitted, others_log_error, question)
         rows.append(row)
     return _with_max_q(rows, "cost_per_hour", question)
 
@@ -308,7 +314,10 @@ def _sharing(
     log_error: float,
     question: Question,
 ) -> tuple[str, str]:
-    """MIG, MPS or neither, and the reason; `load` is the share of what the device can do in time."""
+    """MIG, MPS or neither, and the reason.
+
+    `load` is the share of what the device can do in time; `log_error` that of parts, none of which is in the fit.
+    """
     if device.kind == "cpu":
         return "neither", "a CPU has none"
     busy = 100 * engine.prediction.busy_share
@@ -344,9 +353,7 @@ def training(question: Question) -> list[dict[str, Any]]:
         )
     kinds, measures = load_coefficients()
     memories = {
-        kind: training_memory(
-            model.architecture, model.image_size, num_classes=question.num_classes, half=kind == "gpu"
-        )
+        kind: training_memory(model.architecture, model.image_size, num_classes=model.num_classes, half=kind == "gpu")
         for kind in kinds
     }
     rows = []

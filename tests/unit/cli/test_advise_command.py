@@ -14,12 +14,14 @@ from click.testing import CliRunner
 from onnx import TensorProto, helper
 
 from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import BundleManifest, load
 from components.common.runtimes.architectures import build_model
 from components.common.runtimes.counting import count_model, count_onnx
 from enginery.advise import answers
 from enginery.advise.answers import PRICES, read_prices
 from enginery.advise.roofline import Prediction, Work, devices, load_coefficients, predict
 from enginery.cli.advise import advise
+from tests.unit.shapes import Chain
 
 _ASKED = ("resnet18", "--image-size", "64")
 
@@ -289,6 +291,18 @@ def test_a_folder_called_as_a_network_is_said(tmp_path: Path, monkeypatch: pytes
     assert "folder without manifest.json" in str(error.value)
 
 
+def test_a_bundle_says_its_size_and_classes(detection_chain: Chain) -> None:
+    bundle, classes = str(detection_chain.bundle), load(detection_chain.bundle, BundleManifest).manifest.classes
+    named = ("detection/fcos_small", "--image-size", "64", "--num-classes", str(len(classes)))
+    memory = [_rows(*model, "--workload", "train")["H200"]["memory_gb"] for model in ((bundle,), named, named[:3])]
+    assert memory[0] == memory[1] < memory[2]
+    assert _rows(bundle)["H200"]["images_per_s"] > 0
+    for option in ("--image-size", "--num-classes"):
+        with pytest.raises(UserError) as error:
+            _rows(bundle, option, "64")
+        assert (error.value.code, error.value.setting) == ("fixed-by-file", option)
+
+
 def test_networks_of_text_are_refused() -> None:
     with pytest.raises(UserError) as error:
         _rows("translation/lstm_small")
@@ -305,7 +319,7 @@ def test_an_onnx_file_is_served_and_not_trained(tmp_path: Path) -> None:
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), file)
     # Images of 96 px: no more of them than the link carries.
     assert 0 < _rows(str(file), "--p99", "1s")["P4"]["images_per_s"] <= 15.75e9 * 0.874 / (12 * 96**2) * 1.001
-    for arguments, code in ((("--workload", "train"), "not-trainable"), (("--image-size", "64"), "size-is-fixed")):
+    for arguments, code in ((("--workload", "train"), "not-trainable"), (("--image-size", "64"), "fixed-by-file")):
         with pytest.raises(UserError) as error:
             _rows(str(file), *arguments)
         assert error.value.code == code
