@@ -320,10 +320,11 @@ def _sharing(
     """
     if device.kind == "cpu":
         return "neither", "a CPU has none"
-    busy = 100 * engine.prediction.busy_share
-    whole = f"{engine.streams} stream{'s' * (engine.streams > 1)} of one process keep it {busy:.0f} % busy"
     if load > _SHARED:
-        return "neither", whole
+        busy = f"it {100 * engine.prediction.busy_share:.0f} % busy"
+        streams = "one stream keeps" if engine.streams == 1 else f"{engine.streams} streams of one process keep"
+        share = f"{100 * load:.0f} % of it, which leaves little to others" if load < 1 else "all of it"
+        return "neither", f"the load takes {share}" if question.qps else f"{streams} {busy}"
     for parts in MIG_PARTS if device.mig_instances else ():
         engines, _ = _engines(work, device.part(parts), fitted, log_error, question)
         best = _for_load(engines, question.qps or 1)
@@ -333,7 +334,7 @@ def _sharing(
         if times[1] <= 1e3 * question.p99_s:
             text = f"a part of {parts} of {device.mig_instances:.0f} carries the load in {best.precision.upper()} and"
             return "MIG", f"{text} answers in {times[0]:.2g} to {times[1]:.2g} ms; others run apart on the rest"
-    of_parts = "no smaller part of it answers in time, but " if device.mig_instances else ""
+    of_parts = "no smaller part of it carries the load in time, but " if device.mig_instances else ""
     share = f"the load takes {100 * load:.0f} % of it" if load >= 0.01 else "the load takes less than 1 % of it"
     return "MPS", f"{of_parts}{share}; processes of others can use the rest, not isolated"
 
@@ -431,6 +432,8 @@ def remarks(rows: list[dict[str, Any]], question: Question) -> list[str]:
     if any(row.get("decode_per_s") == "unknown" for row in rows):
         names = ", ".join(row["gpu"] for row in rows if row.get("decode_per_s") == "unknown")
         lines.append(f"How fast JPEG files are decoded is unknown of {names}: --decode-rate N gives what was measured.")
+    if not question.qps and any(row["limit"].startswith("latency") for row in rows):
+        lines.append(f"Latencies are at {100 * _FULL:.0f} % of the speed; less load, by --qps, is answered sooner.")
     late = [row["gpu"] for row in rows if _is_late(row, question)]
     if late:
         lines.append(f"Not in time at the slow end of the range: {', '.join(late)}.")

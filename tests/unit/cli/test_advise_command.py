@@ -41,7 +41,7 @@ def test_serving() -> None:
         assert row["p99_ms"] < row["p99_ms_range"][1]
         assert (row["num_gpus"][1] - 1) * 0.9 * row["low"] < 1_000_000 <= row["num_gpus"][1] * 0.9 * row["low"]
         assert row["num_gpus"][0] * 0.9 * row["high"] >= 1_000_000
-        assert row["sharing"] == "neither"
+        assert (row["sharing"], row["why"] in ("the load takes all of it", "a CPU has none")) == ("neither", True)
     assert rows["H200"]["p99_ms_range"][1] <= 7
     assert rows["H200"]["num_gpus"][1] < rows["P4"]["num_gpus"][0]
     assert rows["Xeon-8380"]["images_per_s_by_precision"].keys() == {"fp32", "int8"}
@@ -91,6 +91,15 @@ def test_a_short_latency_takes_small_batches_or_none() -> None:
     soonest, low, high = (float(each) for each in re.findall(r"\d[\d.]*", refused["limit"]))
     assert refused["limit"].startswith("latency")
     assert 0.01 < low < soonest < high
+
+
+def test_a_small_load_is_answered_sooner_and_that_is_said() -> None:
+    texts = {
+        load: CliRunner().invoke(advise, ["resnet50", "--p99", "5ms", *load], catch_exceptions=False).stdout
+        for load in ((), ("--qps", "100"))
+    }
+    assert ["latency" in texts[load].split("T4")[1].split("A10")[0] for load in texts] == [True, False]
+    assert ["less load" in text for text in texts.values()] == [True, False]
 
 
 def test_the_speed_of_each_precision_is_that_within_the_latency() -> None:
