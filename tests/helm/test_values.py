@@ -73,6 +73,8 @@ def test_a_misspelled_key_is_refused_at_every_level(path: str) -> None:
         ("serve.test.image", "not base64"),
         ("serve.extraEnv", [{"name": "A B", "value": "c"}]),
         ("mlflow.route.hostnames", ["https://tracking.example.com"]),
+        ("mlflow.ingress.host", "https://tracking.example.com"),
+        ("serve.topologySpreadConstraints", [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "Never"}]),
         ("networkPolicy.clientCidrs", ["example.com"]),
         ("commonLabels", {"app.kubernetes.io/part-of": "platform"}),  # twice the same key in the objects
         ("commonLabels", {"team": "computer vision"}),
@@ -119,6 +121,12 @@ def test_a_wrong_value_is_refused(path: str, value: Any) -> None:
             {"requests": {"cpu": None, "memory": "1Gi"}},
             "aims at a share of the requested CPU",
         ),
+        ("full", "networkPolicy.dns", {"namespaces": [], "cidrs": []}, "Name where the cluster's name servers are"),
+        ("full", "mlflow.extraEnv", [{"name": "MLFLOW_SERVER_ALLOWED_HOSTS", "value": "*"}], "HOSTS is there twice"),
+        ("full", "serve.extraEnv", [{"name": "A", "value": "b"}, {"name": "A"}], "serve.extraEnv: A is there twice"),
+        ("full", "analyze.extraEnv", [{"name": "POD_NAME", "value": "a"}], "analyze.extraEnv: POD_NAME is there twice"),
+        ("full", "analyze.sources", ["/data/a", "rtsp://a:b@camera/x"], "Put it into a Secret"),
+        ("full", "serve.monitoring.enabled", False, "serve.monitoring.driftAlert is of metrics that nobody reads"),
         ("kserve", "serve.ingress", {"enabled": True, "host": "a.example"}, "KServe makes the route"),
     ],
 )

@@ -130,6 +130,18 @@ priorityClassName: {{ . }}
 {{- end }}
 {{- end -}}
 
+{{/* Variables with those of `extraEnv`: list of part and text. The API server takes no name twice. */}}
+{{- define "enginery.env" -}}
+{{- $names := list -}}
+{{- range index . 1 | fromYamlArray -}}
+{{- if has .name $names -}}
+{{- fail (printf "%s.extraEnv: %s is there twice, or the chart sets it by another value. Leave it out" (index $ 0) .name) -}}
+{{- end -}}
+{{- $names = append $names .name -}}
+{{- end -}}
+{{- index . 1 -}}
+{{- end -}}
+
 {{/* Requests and limits of small helpers: init containers and tests. */}}
 {{- define "enginery.smallResources" -}}
 requests: {cpu: 100m, memory: 256Mi}

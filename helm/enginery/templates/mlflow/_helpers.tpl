@@ -37,6 +37,33 @@
 {{- end }}
 {{- end -}}
 
+{{/* Variables of the server. */}}
+{{- define "enginery.mlflow.env" -}}
+{{- $mlflow := .Values.mlflow -}}
+{{- include "enginery.mlflow.databaseEnv" . }}
+{{- if $mlflow.auth.enabled }}
+- name: MLFLOW_AUTH_ADMIN_PASSWORD
+  valueFrom:
+    secretKeyRef: {name: {{ $mlflow.auth.existingSecret }}, key: {{ $mlflow.auth.passwordKey }}}
+- name: MLFLOW_AUTH_DEFAULT_PERMISSION
+  value: {{ $mlflow.auth.defaultPermission }}
+{{- end }}
+- name: MLFLOW_SERVER_ALLOWED_HOSTS
+  value: {{ include "enginery.mlflow.allowedHosts" . | quote }}
+{{- with include "enginery.mlflow.allowedOrigins" . }}
+- name: MLFLOW_SERVER_CORS_ALLOWED_ORIGINS
+  value: {{ . | quote }}
+{{- end }}
+- name: MLFLOW_ARTIFACTS_DESTINATION
+  value: {{ ternary "/artifacts" $mlflow.artifacts.uri (eq $mlflow.artifacts.type "pvc") | quote }}
+- name: ENGINERY_SCRATCH
+  value: /tmp/uploads
+{{ include "enginery.storage.env" . }}
+{{- with $mlflow.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
 {{/* By which clients call the server; MLflow compares with the port, if it is not the scheme's own. */}}
 {{- define "enginery.mlflow.allowedHosts" -}}
 {{- $name := include "enginery.mlflow.name" . -}}

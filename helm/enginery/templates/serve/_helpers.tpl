@@ -23,6 +23,9 @@
 {{- if and (eq $serve.kind "InferenceService") $serve.monitoring.enabled -}}
 {{- fail "serve.monitoring is for the kinds Deployment and Rollout. An InferenceService has one port, and that is not Triton's metrics: set serve.monitoring.enabled to false" -}}
 {{- end -}}
+{{- if and $serve.monitoring.driftAlert.enabled (not $serve.monitoring.enabled) -}}
+{{- fail "serve.monitoring.driftAlert is of metrics that nobody reads: set serve.monitoring.enabled to true" -}}
+{{- end -}}
 {{- if and (eq $serve.kind "InferenceService") $serve.test.image -}}
 {{- fail "serve.test is for the kinds Deployment and Rollout. KServe decides at which address an InferenceService answers: leave serve.test.image out" -}}
 {{- end -}}
@@ -151,7 +154,7 @@ containers:
       {{- end }}
     {{- with $serve.extraEnv }}
     env:
-      {{- toYaml . | nindent 6 }}
+      {{- include "enginery.env" (list "serve" (toYaml .)) | nindent 6 }}
     {{- end }}
     ports:
       - {name: {{ $port }}, containerPort: 8000, protocol: TCP}

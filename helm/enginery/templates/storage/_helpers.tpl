@@ -57,6 +57,9 @@
 
 {{/* To the cluster's name servers. */}}
 {{- define "enginery.egress.names" -}}
+{{- if not (or .Values.networkPolicy.dns.namespaces .Values.networkPolicy.dns.cidrs) -}}
+{{- fail "networkPolicy.dns.namespaces and networkPolicy.dns.cidrs are both empty. Name where the cluster's name servers are: kubectl get pods --all-namespaces --selector k8s-app=kube-dns" -}}
+{{- end -}}
 - to:
     {{- range .Values.networkPolicy.dns.namespaces }}
     - namespaceSelector:
