@@ -39,6 +39,8 @@ def _with_unit(quantity: str) -> str:
 Cpu = Annotated[str, Field(pattern=r"^([0-9]*\.)?[0-9]+m?$|^$")]
 Memory = Annotated[str, Field(pattern=r"^[0-9]+(M|G|T|Mi|Gi|Ti)?$|^$"), AfterValidator(_with_unit)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
+# KFP gives the pod's volume the claim's name, and those have no dots.
+ClaimName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
 # Parts of the names of variables whose values are secrets; of a file with one, the name may be said.
 _SECRET_PARTS = {"PASSWORD", "PASSWD", "SECRET", "TOKEN", "CREDENTIAL", "CREDENTIALS"}
 
@@ -114,7 +116,7 @@ class Secret(_Part):
 class Volume(_Part):
     """A PersistentVolumeClaim that steps see as a folder."""
 
-    claim: Name = Field(description="Name of the PersistentVolumeClaim, in the namespace of the run.")
+    claim: ClaimName = Field(description="Name of the PersistentVolumeClaim, in the namespace of the run.")
     mount_path: Folder = Field(description="Folder at which the steps see it, such as /mnt/images.")
     sub_path: SubFolder = Field("", description="Folder of the volume to mount; empty for its root.")
 

@@ -131,6 +131,11 @@ def retries(cluster: ClusterAccess) -> Finding:
     strategy = defaults.get("spec", {}).get("templateDefaults", {}).get("retryStrategy", {})
     policy = strategy.get("retryPolicy") or ("Always" if strategy.get("expression") else "OnFailure")
     if policy == "Always":
+        if cluster.settings.of("train").retries.times and cluster.settings.train_job.volume is None:
+            return warning(
+                "another try of train begins at its first epoch: its checkpoints go with its pod",
+                "set train_job.volume in the settings",
+            )
         return ok(f"Argo tries again {strategy.get('expression') or 'always'}")
     missed = "that is stopped, evicted or fails" if policy == "OnError" else "whose pod or node is lost"
     return warning(

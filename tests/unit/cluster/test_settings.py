@@ -44,6 +44,7 @@ OTHER_VOLUME = "train_job: {volume: {claim: b, mount_path: /s}}"
         (VOLUME % "/a", "every_step.volumes[0].sub_path", "must match"),
         (VOLUME % "../a", "every_step.volumes[0].sub_path", "must match"),
         (VOLUME % "a/../b", "every_step.volumes[0].sub_path", "must match"),
+        ("dataset_volume: {claim: a.b, mount_path: /m}", "dataset_volume.claim", "must match pattern"),
         ("train: {gpu: {product: NVIDIA H200}}", "train.gpu.product", "must match pattern"),
         ("every_step: {node_selector: {zone: a b}}", "every_step.node_selector.zone", "must match pattern"),
         ("every_step: {secrets: [{name: s, env: {A: a b}}]}", "every_step.secrets[0].env.A", "must match"),

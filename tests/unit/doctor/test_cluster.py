@@ -175,6 +175,7 @@ WARNINGS: list[tuple[Any, ...]] = [
     ),
     ("retries", change(retry_strategy="{}"), "OnFailure, so a step whose pod or node is lost is not tried again"),
     ("retries", lacks("/api/v1/namespaces/kubeflow/configmaps/workflow-controller-configmap"), "OnFailure"),
+    ("retries", nothing, "train begins at its first epoch", {"num_nodes": 1, "train_job": {"volume": None}}),
     ("storage classes", change(default_class=False), "no default among fast"),
     ("volumes", has_claim("images", phase="Pending"), "not bound yet: images"),
     (
