@@ -13,12 +13,11 @@ from kfp.local.cache import LocalCache
 
 from components.common.contracts import environment as machine
 from components.common.contracts.environment import Gpu
-from components.common.contracts.manifests import PARTIAL_OUTPUT, Artifact, DatasetManifest, seal
-from components.preprocess.config import PreprocessConfig
+from components.common.contracts.manifests import PARTIAL_OUTPUT, Artifact, DatasetManifest
 from enginery.local import caching
 from enginery.local.caching import StepCache, fingerprint, offer, source_digest
 from enginery.local.parameters import PipelineFile, load_pipeline, resolve_arguments
-from tests.unit.registered import ROOT
+from tests.unit.registered import ROOT, reseal
 
 STEPS = ["preprocess", "train", "export", "validate", "gate"]
 H200 = Gpu(name="NVIDIA H200", memory_bytes=150 << 30, driver="580.95.05")
@@ -243,13 +242,9 @@ def test_a_step_goes_with_the_artifacts_before_it(
     for number, source in (("2", "sha256:another dataset"), ("3", digits_dataset.digest)):
         artifact = cache.runs / f"resnet50-{number}/artifacts/checkpoint"
         shutil.copytree(digits_dataset.path, artifact)
-        (artifact / "manifest.json").unlink()
-        record = digits_dataset.manifest
-        fields = {name: getattr(record, name) for name in ("classes", "splits", "statistics", "num_rejected")}
-        config = PreprocessConfig(data="images")
-        sealed = seal(artifact, DatasetManifest, inputs={"dataset": source}, config=config, **fields)
+        digest = reseal(artifact, lambda record, source=source: record["inputs"].update(dataset=source))
         key = put(cache, f"resnet50-{number}", "train", dsl.Model(name="checkpoint", uri=str(artifact)))
-        (cache.runs / f"resnet50-{number}/cache/{key}.digest").write_text(sealed.digest)
+        (cache.runs / f"resnet50-{number}/cache/{key}.digest").write_text(digest)
         found = [step.step for step in cache.finished()]
         assert found == (["preprocess"] if number == "2" else ["preprocess", "train"])
     shutil.rmtree(cache.runs / "resnet50-1")

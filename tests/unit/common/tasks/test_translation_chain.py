@@ -1,5 +1,6 @@
 """A translator from pairs of sentences to a bundle: what its artifacts say, and that it resumes and translates."""
 
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from components.common.contracts.errors import Preempted
-from components.common.contracts.manifests import BundleManifest, CheckpointManifest, DatasetManifest, load, seal
+from components.common.contracts.manifests import BundleManifest, CheckpointManifest, DatasetManifest, load
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
 from components.common.tasks.translation.networks import AttentionLstm
@@ -22,6 +23,7 @@ from components.train.trainer import Trainer
 from components.train.training import train
 from tests.unit.measurements import engine_entry
 from tests.unit.refusals import refuses
+from tests.unit.registered import replace_file
 from tests.unit.shapes import Chain
 
 
@@ -122,15 +124,8 @@ def test_memory_that_runs_out_is_named(
 
 
 def test_another_vocabulary_is_refused(translator: Chain, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    for file in translator.dataset.iterdir():
-        (other / file.name).write_bytes(file.read_bytes())
-    dataset = load(translator.dataset, DatasetManifest).manifest
-    (other / "manifest.json").unlink()
-    (other / "vocabulary.model").write_bytes(b"\x00" + (other / "vocabulary.model").read_bytes())
-    fields = {name: getattr(dataset, name) for name in ("task", "text", "classes", "splits", "num_rejected")}
-    seal(other, DatasetManifest, inputs={}, config=resolve(TrainConfig, "train", {}), **fields)
+    other = shutil.copytree(translator.dataset, tmp_path / "other")
+    replace_file(other, "vocabulary.model", b"\x00" + (other / "vocabulary.model").read_bytes())
     with refuses("other-vocabulary"):
         export(
             resolve(ExportConfig, "export", {}),
