@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from components.common.contracts.errors import UserError
 from enginery.advise import learning_curve
 from enginery.advise.learning_curve import Point, forecast, measure, verdict
 from enginery.datasets.digits import write_digits
+from tests.unit.refusals import refuses
 
 _NUM_VAL = 2000
 
@@ -57,19 +57,16 @@ def test_what_can_not_be_measured_is_refused(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "digits").mkdir()
     monkeypatch.chdir(tmp_path)
 
-    with pytest.raises(UserError) as missing:
+    with refuses("no-folder"):
         run(tmp_path / "none")
-    assert missing.value.code == "no-folder"
-    with pytest.raises(UserError) as other:
+    with refuses("other-task", "MODEL"):
         run(tmp_path / "digits", "detection/fcos_small")
-    assert (other.value.code, other.value.setting) == ("other-task", "MODEL")
     for label in ("a", "b"):
         (tmp_path / "few" / label).mkdir(parents=True)
         for number in range(6):
             (tmp_path / "few" / label / f"{number}.png").write_bytes(b"\x89PNG" + bytes([number]))
-    with pytest.raises(UserError) as few:
+    with refuses("too-few-images"):
         run(tmp_path / "few")
-    assert few.value.code == "too-few-images"
 
 
 @pytest.mark.slow

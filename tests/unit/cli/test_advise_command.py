@@ -13,7 +13,6 @@ import torch
 from click.testing import CliRunner
 from onnx import TensorProto, helper
 
-from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import BundleManifest, load
 from components.common.runtimes.architectures import build_model
 from components.common.runtimes.counting import count_model, count_onnx
@@ -21,6 +20,7 @@ from enginery.advise import answers
 from enginery.advise.answers import PRICES, read_prices
 from enginery.advise.roofline import Prediction, Work, devices, load_coefficients, predict
 from enginery.cli.advise import advise
+from tests.unit.refusals import refuses
 from tests.unit.shapes import Chain
 
 _ASKED = ("resnet18", "--image-size", "64")
@@ -142,9 +142,8 @@ def test_decoding_limits() -> None:
     assert hardware["H200"]["images_per_s"] == devices()["H200"].jpeg_per_s
     assert (hardware["L4"]["decode_per_s"], hardware["L4"]["limit"]) == ("unknown", free["L4"]["limit"])
     for rate in ("0", "nan", "fast"):
-        with pytest.raises(UserError) as error:
+        with refuses("invalid-numbers", "--decode-rate"):
             _rows(*_ASKED, "--decode-rate", rate)
-        assert (error.value.code, error.value.setting) == ("invalid-numbers", "--decode-rate")
 
 
 def test_training_fits_and_meets_the_deadline() -> None:
@@ -218,9 +217,8 @@ def test_a_page_without_an_answer_says_so(tmp_path: Path) -> None:
 def test_prices_are_checked(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "prices.csv"
     file.write_bytes(content)
-    with pytest.raises(UserError) as error:
+    with refuses("invalid-prices", "--prices"):
         read_prices(file)
-    assert (error.value.code, error.value.setting) == ("invalid-prices", "--prices")
 
 
 def test_shipped_prices_name_date_and_source() -> None:
@@ -235,15 +233,13 @@ def test_times_are_read(text: str) -> None:
     if text == "7":  # of the option's unit
         assert _rows(*_ASKED, "--p99", text) == _rows(*_ASKED, "--p99", "0.007s")
         return
-    with pytest.raises(UserError) as error:
+    with refuses("invalid-numbers", "--p99"):
         _rows(*_ASKED, "--p99", text)
-    assert (error.value.code, error.value.setting) == ("invalid-numbers", "--p99")
 
 
 def test_a_page_needs_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as error:
+    with refuses("no-folder", "--html"):
         _rows(*_ASKED, "--html", str(tmp_path / "none" / "page.html"))
-    assert (error.value.code, error.value.setting) == ("no-folder", "--html")
 
 
 def test_a_narrow_terminal_keeps_the_numbers_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,9 +258,8 @@ def test_a_narrow_terminal_keeps_the_numbers_whole(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_page_is_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as error:
+    with refuses("no-folder", "--html"):
         _rows(*_ASKED, "--html", str(tmp_path))
-    assert (error.value.code, error.value.setting) == ("no-folder", "--html")
 
 
 @pytest.mark.parametrize(
@@ -283,9 +278,8 @@ def test_a_page_is_no_folder(tmp_path: Path) -> None:
     ],
 )
 def test_options_that_would_change_nothing_are_refused(options: str, setting: str) -> None:
-    with pytest.raises(UserError) as error:
+    with refuses("option-unused", setting):
         _rows("resnet18", *options.split())
-    assert (error.value.code, error.value.setting) == ("option-unused", setting)
 
 
 def test_a_folder_called_as_a_network_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,9 +288,8 @@ def test_a_folder_called_as_a_network_is_said(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "other").mkdir()
     result = CliRunner().invoke(advise, [*_ASKED, "--json"], catch_exceptions=False)
     assert json.loads(result.stdout)["counted"] == "the network resnet18 at 64x64 px with 1,000 classes"
-    with pytest.raises(UserError) as error:
+    with refuses("unknown-architecture", "MODEL") as error:
         _rows("other")
-    assert (error.value.code, error.value.setting) == ("unknown-architecture", "MODEL")
     assert "folder without manifest.json" in str(error.value)
 
 
@@ -307,15 +300,13 @@ def test_a_bundle_says_its_size_and_classes(detection_chain: Chain) -> None:
     assert memory[0] == memory[1] < memory[2]
     assert _rows(bundle)["H200"]["images_per_s"] > 0
     for option in ("--image-size", "--num-classes"):
-        with pytest.raises(UserError) as error:
+        with refuses("fixed-by-file", option):
             _rows(bundle, option, "64")
-        assert (error.value.code, error.value.setting) == ("fixed-by-file", option)
 
 
 def test_networks_of_text_are_refused() -> None:
-    with pytest.raises(UserError) as error:
+    with refuses("other-task", "MODEL"):
         _rows("translation/lstm_small")
-    assert (error.value.code, error.value.setting) == ("other-task", "MODEL")
 
 
 def test_an_onnx_file_is_served_and_not_trained(tmp_path: Path) -> None:
@@ -329,9 +320,8 @@ def test_an_onnx_file_is_served_and_not_trained(tmp_path: Path) -> None:
     # Images of 96 px: no more of them than the link carries.
     assert 0 < _rows(str(file), "--p99", "1s")["P4"]["images_per_s"] <= 15.75e9 * 0.874 / (12 * 96**2) * 1.001
     for arguments, code in ((("--workload", "train"), "not-trainable"), (("--image-size", "64"), "fixed-by-file")):
-        with pytest.raises(UserError) as error:
+        with refuses(code):
             _rows(str(file), *arguments)
-        assert error.value.code == code
 
 
 def test_batches_precisions_and_streams_cost_what_they_should() -> None:

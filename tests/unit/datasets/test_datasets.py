@@ -13,15 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from click.testing import CliRunner
 from PIL import Image
 
 from components.common.contracts.errors import EngineryError
-from enginery.cli.commands import cli
-from enginery.cli.data import _translate_errors, data
+from enginery.cli.data import _translate_errors
 from enginery.datasets.digits import write_digits
 from enginery.datasets.textures import FAMILIES, TRAITS, class_traits, texture_image, texture_jpeg, write_textures
 from tests.unit.refusals import refuses
+from tests.unit.registered import enginery
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SMALL: dict[str, Any] = {"num_classes": 3, "num_train": 10, "num_val": 4, "image_size": 32, "num_workers": 1}
@@ -191,14 +190,12 @@ def _histogram(split: int, class_index: int, index: int) -> npt.NDArray[np.float
 def test_the_command_says_what_it_wrote_and_what_comes_next(tmp_path: Path) -> None:
     directory = tmp_path / "my textures"
     options = ["--num-classes=2", "--num-train=4", "--num-val=2", "--image-size=32", "--num-workers=1"]
-    first = CliRunner().invoke(data, ["textures", str(directory), *options])
-    assert first.exit_code == 0, first.output
+    first = enginery("data", "textures", directory, *options)
     assert "6 images in 2 classes are in" in first.stdout
     assert f"enginery run resnet50 --config textures --data '{directory}'" in first.stdout
-    again = CliRunner().invoke(data, ["textures", str(directory), *options])
+    again = enginery("data", "textures", directory, *options)
     assert "already holds these 6 images in 2 classes; nothing was written" in again.stdout
-    digits = CliRunner().invoke(data, ["digits", str(tmp_path / "digits")])
-    assert "1,797 images in 10 classes are in" in digits.stdout
+    assert "1,797 images in 10 classes are in" in enginery("data", "digits", tmp_path / "digits").stdout
 
 
 @pytest.mark.parametrize(
@@ -207,7 +204,7 @@ def test_the_command_says_what_it_wrote_and_what_comes_next(tmp_path: Path) -> N
 def test_a_place_that_may_not_be_written(arguments: tuple[str, ...]) -> None:
     name, *options = arguments
     with refuses("unwritable-directory"):
-        cli(["data", name, "/sys/images", *options], standalone_mode=False)  # closed to root too
+        enginery("data", name, "/sys/images", *options)  # closed to root too
 
 
 def test_a_full_disk_is_a_failure_and_not_the_users(tmp_path: Path) -> None:

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from enginery.cli.data import data
 from enginery.datasets import phrases
 from enginery.datasets.phrases import phrase_pair, write_phrases
 from tests.unit.datasets.test_datasets import digests
 from tests.unit.refusals import refuses
+from tests.unit.registered import enginery
 
 BOOK, APPLE, LAMP = 0, 1, 2
 EURO, DOLLAR, POUND = 0, 1, 2
@@ -230,8 +229,7 @@ def test_arguments_out_of_range(tmp_path: Path, changed: dict[str, int]) -> None
 
 
 def test_the_command(tmp_path: Path) -> None:
-    done = CliRunner().invoke(data, ["phrases", str(tmp_path / "some"), "--num-pairs=200"])
-    assert done.exit_code == 0, done.output
+    done = enginery("data", "phrases", tmp_path / "some", "--num-pairs=200")
     assert "200 pairs of sentences are in" in done.stdout
     assert "enginery run translation --config phrases --data" in done.stdout
     assert json.loads((tmp_path / "some/dataset.json").read_text())["num_pairs"] == 200

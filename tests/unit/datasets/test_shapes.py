@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from PIL import Image
 from pycocotools.coco import COCO
 
-from enginery.cli.data import data
 from enginery.datasets.shapes import CLASSES, shape_image, write_shapes
 from tests.unit.datasets.test_datasets import digests
 from tests.unit.refusals import refuses
+from tests.unit.registered import enginery
 
 SMALL: dict[str, Any] = {"num_train": 40, "num_val": 10, "image_size": 64, "num_workers": 1}
 
@@ -106,8 +105,6 @@ def test_arguments_out_of_range(tmp_path: Path, changed: dict[str, int]) -> None
 
 def test_the_command(tmp_path: Path) -> None:
     options = ["--num-train=4", "--num-val=2", "--image-size=32", "--num-workers=1"]
-    first = CliRunner().invoke(data, ["shapes", str(tmp_path / "some"), *options])
-    assert first.exit_code == 0, first.output
-    assert "6 images in 5 classes are in" in first.stdout
+    assert "6 images in 5 classes are in" in enginery("data", "shapes", tmp_path / "some", *options).stdout
     content = json.loads((tmp_path / "some/train/annotations.json").read_text())
     assert [image["id"] for image in content["images"]] == [0, 1, 2, 3]

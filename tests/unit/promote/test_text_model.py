@@ -16,8 +16,9 @@ from components.common.contracts.manifests import BundleManifest, load
 from components.common.tasks.translation.runners import Translator, open_translator
 from components.common.tasks.translation.sentences import read_sentence, translate_each
 from components.promote.packaging import write_model
-from enginery.cli.inspect import inspect
 from enginery.cli.predict import predict
+from tests.unit.refusals import refuses
+from tests.unit.registered import enginery
 from tests.unit.shapes import Chain
 
 SENTENCES = ["12 May", "half past seven"]
@@ -71,15 +72,14 @@ def test_mlflow_loads_a_translator(translator: Chain, opened: Translator, tmp_pa
         (pd.DataFrame({"a": ["x"], "b": ["y"]}), {}, "no-column"),
     ]
     for sent, params, code in refused:
-        with pytest.raises(UserError) as error:
+        with refuses(code):
             model._model_impl.predict(sent, params)
-        assert error.value.code == code
 
 
 def test_predict_translates_arguments_and_lines(translator: Chain, opened: Translator) -> None:
     bundle, said = str(translator.bundle), opened.translate(SENTENCES)
-    done = CliRunner().invoke(predict, [bundle, *SENTENCES], catch_exceptions=False)
-    assert done.stdout.split("\n") == [*(shown(text.replace("\n", " ")) for text in said), ""]
+    lines = enginery("predict", bundle, *SENTENCES).stdout.split("\n")
+    assert lines == [*(shown(text.replace("\n", " ")) for text in said), ""]
     content = b"12 May\n\ncaf\xe9\nhalf past seven\n"
     done = CliRunner().invoke(predict, [bundle, "-", "--json"], input=content)
     results = json.loads(done.stdout)["results"]
@@ -88,19 +88,16 @@ def test_predict_translates_arguments_and_lines(translator: Chain, opened: Trans
     assert "sentence 3: it is not UTF-8" in done.stderr
     assert isinstance(done.exception, UserError)
     assert done.exception.code == "sentences-without-answer"
-    nothing = CliRunner().invoke(predict, [bundle])
-    assert isinstance(nothing.exception, UserError)
-    assert nothing.exception.code == "no-sentences"
+    with refuses("no-sentences"):
+        enginery("predict", bundle)
 
 
 def test_inspect_shows_what_each_precision_says(translator: Chain, opened: Translator) -> None:
     sentences = [part for text in SENTENCES for part in ("--sentence", text)]
-    done = CliRunner().invoke(inspect, ["--bundle", str(translator.bundle), *sentences, "--json"])
-    results = json.loads(done.stdout)["results"]
+    results = json.loads(enginery("inspect", "--bundle", translator.bundle, *sentences, "--json").stdout)["results"]
     assert [(one["sentence"], one["precision"]) for one in results] == [
         (text, precision) for text in SENTENCES for precision in ("fp32", "int8")
     ]
     assert [one["translation"] for one in results if one["precision"] == "int8"] == opened.translate(SENTENCES)
-    bad = CliRunner().invoke(inspect, ["--bundle", str(translator.bundle), "--sentence", ""])
-    assert isinstance(bad.exception, UserError)
-    assert bad.exception.code == "empty-sentence"
+    with refuses("empty-sentence"):
+        enginery("inspect", "--bundle", translator.bundle, "--sentence", "")

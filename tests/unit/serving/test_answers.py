@@ -6,19 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from PIL import Image
 
-from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import BundleManifest, load
 from components.common.tasks.segmentation.answers import mask_of
 from components.promote.pyfunc import BundleModel
-from enginery.cli.predict import predict
 from enginery.serving.client.client import Client
 from enginery.serving.client.transport import RequestRefused
 from enginery.serving.repository import RepositoryConfig, write_repository
 from enginery.serving.sources import find_source
 from tests.unit.refusals import refuses
+from tests.unit.registered import enginery
 from tests.unit.shapes import Chain
 
 from .conftest import Running, serving
@@ -78,9 +76,7 @@ def test_a_detector_answers_with_the_boxes_of_the_python_model(
 def test_predict_writes_json_and_pictures(masks: Running, files: list[Path], tmp_path: Path) -> None:
     url, folder = ["--url", f"http://127.0.0.1:{masks.http}"], tmp_path / "pictures"
     names = [str(file) for file in files]
-    done = CliRunner().invoke(predict, [*names, *url, "--json", "--picture", str(folder)])
-    assert done.exit_code == 0, done.output
-    results = json.loads(done.output)["results"]
+    results = json.loads(enginery("predict", *names, *url, "--json", "--picture", folder).output)["results"]
     assert [entry["image"] for entry in results] == names
     drawn = sorted(folder.iterdir())
     assert len(drawn) == len(files)
@@ -90,23 +86,19 @@ def test_predict_writes_json_and_pictures(masks: Running, files: list[Path], tmp
     changed = (picture[:, 32:96] != image[:, 32:96]).any(axis=-1)
     assert changed.mean() > 0.9
     assert mask_of(results[-1]).shape == (64, 64)
-    table = CliRunner().invoke(predict, [names[0], *url, "--picture", str(tmp_path / "one.png")])
-    assert results[0]["classes"][0] in table.output
+    assert results[0]["classes"][0] in enginery("predict", names[0], *url, "--picture", tmp_path / "one.png").output
     assert Image.open(tmp_path / "one.png").size == (64, 64)
     for images, name in ((names[:1], "p.txt"), (names[:1], "p.jpg"), (names[:2], "p.png")):
-        refused = CliRunner().invoke(predict, [*images, *url, "--picture", str(tmp_path / name)])
-        assert isinstance(refused.exception, UserError)
-        assert (refused.exception.code, refused.exception.setting) == ("no-output", "--picture")
+        with refuses("no-output", "--picture"):
+            enginery("predict", *images, *url, "--picture", tmp_path / name)
         assert not (tmp_path / name).exists()
     (tmp_path / "v1.2").mkdir()
-    CliRunner().invoke(predict, [names[0], *url, "--picture", str(tmp_path / "v1.2")])
+    enginery("predict", names[0], *url, "--picture", tmp_path / "v1.2")
     assert len(list((tmp_path / "v1.2").iterdir())) == 1
-    refused = CliRunner().invoke(predict, [names[0], *url, "--top-k", "2"])
-    assert isinstance(refused.exception, UserError)
-    assert (refused.exception.code, refused.exception.setting) == ("other-task", "--top-k")
+    with refuses("other-task", "--top-k"):
+        enginery("predict", names[0], *url, "--top-k", 2)
 
 
 def test_a_challenger_is_of_classifiers(segmentation_chain: Chain, tmp_path: Path) -> None:
-    with find_source(str(segmentation_chain.bundle), "int8") as source, pytest.raises(UserError) as found:
+    with find_source(str(segmentation_chain.bundle), "int8") as source, refuses("other-task", "shadow_share"):
         write_repository(source, tmp_path / "models", RepositoryConfig(shadow_share=0.1))
-    assert (found.value.code, found.value.setting) == ("other-task", "shadow_share")

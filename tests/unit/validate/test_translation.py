@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import sacrebleu
 
-from components.common.contracts.errors import GateFailed, UserError
+from components.common.contracts.errors import GateFailed
 from components.common.contracts.manifests import BundleManifest, DatasetManifest, ReportManifest, load
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
@@ -20,6 +20,7 @@ from components.validate.config import ValidateConfig
 from components.validate.run import run
 from components.validate.schema import Report
 from components.validate.translation import SentenceRunner, by_length, measure
+from tests.unit.refusals import refuses
 from tests.unit.sentences import HOSTILE
 from tests.unit.shapes import Chain
 
@@ -78,9 +79,8 @@ def test_report_and_verdict_of_a_translator(translator: Chain, tmp_path: Path) -
 def test_data_of_other_languages_are_refused(translator: Chain, tmp_path: Path) -> None:
     models, data = load(translator.bundle, BundleManifest), load(translator.dataset, DatasetManifest)
     other = SimpleNamespace(text_spec=models.manifest.text_spec.model_copy(update={"source_language": "fr"}))
-    with pytest.raises(UserError) as error:
+    with refuses("other-languages"):
         measure(settings(), StepLog("validate"), models, SimpleNamespace(path=data.path, manifest=other), tmp_path)  # type: ignore[arg-type]
-    assert error.value.code == "other-languages"
 
 
 class Recorder:

@@ -10,7 +10,6 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from click.testing import CliRunner
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -31,7 +30,6 @@ from components.export.run import run as export
 from components.gate.config import GateConfig
 from components.gate.run import run as gate
 from components.promote.pyfunc import BundleModel
-from enginery.cli.inspect import inspect
 from enginery.datasets.shapes import CLASSES
 from tests.unit.registered import enginery
 from tests.unit.shapes import THRESHOLDS, Chain
@@ -104,9 +102,7 @@ def test_boxes_are_in_pixels_of_the_image_that_was_sent(chain: Chain, tmp_path: 
 def test_inspect_lists_objects(chain: Chain, tmp_path: Path) -> None:
     file = str(sorted((chain.data / "val" / "images").iterdir())[0])
     options = ["--bundle", str(chain.bundle), "--output", str(tmp_path / "picture.png"), "--json"]
-    done = CliRunner().invoke(inspect, [file, *options])
-    assert done.exit_code == 0, done.output
-    fp32, fp16, int8 = json.loads(done.output)["results"]
+    fp32, fp16, int8 = json.loads(enginery("inspect", file, *options).output)["results"]
     assert {"classes", "labels", "scores", "boxes"} <= fp32.keys() & int8.keys()
     assert fp16["runtime"] == "n/a"
 

@@ -8,10 +8,8 @@ from types import SimpleNamespace
 import mlflow
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from PIL import Image
 
-from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import (
     BundleManifest,
     CheckpointManifest,
@@ -33,9 +31,9 @@ from components.promote.packaging import write_model
 from components.train.config import TrainConfig
 from components.train.training import train
 from components.validate.inspect import inspect, load_input
-from enginery.cli.inspect import inspect as inspect_command
 from enginery.datasets.shapes import CLASSES
 from tests.unit.refusals import refuses
+from tests.unit.registered import enginery
 from tests.unit.shapes import THRESHOLDS, Chain
 
 
@@ -146,18 +144,14 @@ def test_the_python_model_answers_with_masks(chain: Chain, tmp_path: Path) -> No
 def test_inspect_shows_masks_of_every_precision(chain: Chain, tmp_path: Path) -> None:
     files, output = [str(file) for file in sent_images(chain, tmp_path)], tmp_path / "picture.png"
     options = ["--bundle", str(chain.bundle), "--output", str(output)]
-    done = CliRunner().invoke(inspect_command, [*files, *options, "--json"])
-    assert done.exit_code == 0, done.output
-    results = json.loads(done.output)["results"]
+    results = json.loads(enginery("inspect", *files, *options, "--json").output)["results"]
     assert [entry["precision"] for entry in results] == 3 * ["fp32", "fp16", "int8"]
     assert {len(entry.get("mask", "")) > 100 for entry in results if entry["precision"] != "fp16"} == {True}
     width, height = Image.open(output).size
     assert (width, height) == (3 * 328 + 8, 3 * 344 + 8)
-    table = CliRunner().invoke(inspect_command, [*files, *options])
-    assert "background" in table.output
-    refused = CliRunner().invoke(inspect_command, [*files, *options, "--layers", "conv"])
-    assert isinstance(refused.exception, UserError)
-    assert refused.exception.code == "other-task"
+    assert "background" in enginery("inspect", *files, *options).output
+    with refuses("other-task"):
+        enginery("inspect", *files, *options, "--layers", "conv")
 
 
 def test_steps_refuse_what_is_of_another_task(chain: Chain, tmp_path: Path, digits_dataset: SimpleNamespace) -> None:
