@@ -1,5 +1,6 @@
 """Checks of what a cluster gives the steps that compute: GPU nodes, their quota, and Kubeflow Trainer."""
 
+import json
 from typing import Any
 
 from kubernetes import client  # type: ignore[import-untyped]
@@ -224,27 +225,35 @@ RIGHTS = (
     ("", "pods", "", ("get", "list")),
     ("", "pods", "log", ("get",)),
 )
+_GRACE = "terminationGracePeriodSeconds"
 _INSTALL = "install Kubeflow Trainer 2.2 or newer (https://www.kubeflow.org/docs/components/trainer/)"
 
 
 def trainer(cluster: ClusterAccess) -> Finding:
     """The Trainer, which must be new enough and have the runtime where training runs on several nodes."""
-    found, fix = _trainer(cluster)
+    fields = _patched_fields(cluster)
+    found, fix = _trainer(cluster, fields)
     if not fix:
+        if cluster.settings.train.num_nodes > 1 and fields is not None and _GRACE not in json.dumps(fields):
+            return warning(
+                f"this cluster's Kubeflow Trainer is older than 2.3 and drops {_GRACE}: a pod that is asked to go has "
+                "30 seconds to save a checkpoint",
+                "update it, or set train.checkpoint_minutes",
+            )
         return ok(found)
     if cluster.settings.train.num_nodes < 2:
         return absent(f"{found}; training on one node does not need it")
     return missing(found, fix)
 
 
-def _trainer(cluster: ClusterAccess) -> tuple[str, str]:
+def _trainer(cluster: ClusterAccess, fields: Any) -> tuple[str, str]:
     """The finding, and the fix; "" where the Trainer is well."""
     kinds = cluster.find(cluster.get, f"/apis/{GROUP}/{VERSION}")
     if kinds is None:
         return f"this cluster has no Kubeflow Trainer ({GROUP}/{VERSION})", _INSTALL
     if PLURAL not in {kind["name"] for kind in kinds["resources"]}:
         return f"{GROUP}/{VERSION} has no {PLURAL}", _INSTALL
-    if _is_old(cluster):
+    if fields == {}:  # such a Trainer drops the volumes in silence
         return "this cluster's Kubeflow Trainer is older than 2.2: TrainJobs know no runtimePatches", _INSTALL
     name = cluster.settings.train_job.runtime
     runtime = cluster.find(cluster.get, f"/apis/{GROUP}/{VERSION}/clustertrainingruntimes/{name}")
@@ -258,17 +267,20 @@ def _trainer(cluster: ClusterAccess) -> tuple[str, str]:
     return f"runtime {name}", ""
 
 
-def _is_old(cluster: ClusterAccess) -> bool:
-    """True if TrainJobs have no runtimePatches: such a Trainer drops the volumes in silence."""
+def _patched_fields(cluster: ClusterAccess) -> Any:
+    """Schema of a TrainJob's runtimePatches; empty where there are none, None where it can't be read."""
     path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{PLURAL}.{GROUP}"
     try:
-        versions = cluster.get(path)["spec"]["versions"]
+        definition = cluster.find(cluster.get, path)
     except client.ApiException as error:
         if error.status == 403:
-            return False  # the job itself finds out
+            return None  # the job itself finds out
         raise
-    schema: dict[str, Any] = next((one["schema"]["openAPIV3Schema"] for one in versions if one["name"] == VERSION), {})
-    return "runtimePatches" not in schema.get("properties", {}).get("spec", {}).get("properties", {})
+    if definition is None:
+        return None
+    schemas = {one["name"]: one["schema"]["openAPIV3Schema"] for one in definition["spec"]["versions"]}
+    spec = schemas.get(VERSION, {}).get("properties", {}).get("spec", {})
+    return spec.get("properties", {}).get("runtimePatches", {})
 
 
 def rights(cluster: ClusterAccess) -> Finding:

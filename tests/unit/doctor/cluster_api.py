@@ -78,6 +78,7 @@ class ClusterApi(Served):
     runtimes: tuple[str, ...] = ("torch-distributed",)
     has_trainer: bool = True
     is_old: bool = False  # the Trainer
+    patched: str = "terminationGracePeriodSeconds"  # a field of pods that it knows
     forbidden: dict[tuple[str, str], bool] = field(default_factory=dict)  # (verb, resource) of the service account
     refused: set[str] = field(default_factory=set)  # paths that nobody may read
     absent: set[str] = field(default_factory=set)  # paths that are not there
@@ -161,7 +162,8 @@ class ClusterApi(Served):
         resource = k8s.V1APIResource(
             name="trainjobs", kind="TrainJob", namespaced=True, singular_name="", verbs=["get"]
         )
-        spec = {"type": "object", "properties": {"podSpecOverrides" if self.is_old else "runtimePatches": {}}}
+        fields = {"podSpecOverrides" if self.is_old else "runtimePatches": {self.patched: {}}}
+        spec = {"type": "object", "properties": fields}
         schema = {"openAPIV3Schema": {"type": "object", "properties": {"spec": spec}}}
         job = {"name": "node", "template": {"spec": {"template": {"spec": {"containers": [{"name": "node"}]}}}}}
         runtime = {"spec": {"template": {"spec": {"replicatedJobs": [job]}}}}

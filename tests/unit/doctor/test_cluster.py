@@ -176,6 +176,7 @@ WARNINGS: list[tuple[Any, ...]] = [
     ("retries", change(retry_strategy="{}"), "OnFailure, so a step whose pod or node is lost is not tried again"),
     ("retries", lacks("/api/v1/namespaces/kubeflow/configmaps/workflow-controller-configmap"), "OnFailure"),
     ("retries", nothing, "train begins at its first epoch", {"num_nodes": 1, "train_job": {"volume": None}}),
+    ("Kubeflow Trainer", change(patched="nodeSelector"), "older than 2.3 and drops terminationGracePeriodSeconds"),
     ("storage classes", change(default_class=False), "no default among fast"),
     ("volumes", has_claim("images", phase="Pending"), "not bound yet: images"),
     (
@@ -209,6 +210,7 @@ def test_what_is_in_the_way_and_what_is_doubtful(api: ClusterApi, case: tuple[An
     ("name", "change", "num_nodes", "status"),
     [
         ("Kubeflow Trainer", change(has_trainer=False), 1, "absent"),
+        ("Kubeflow Trainer", change(patched="nodeSelector"), 1, "ok"),
         ("rights of the step", change(forbidden={("create", "trainjobs"): True}), 1, "absent"),
         ("shared memory", change(limits=[limit_range("64Gi")]), 2, "ok"),
         ("retries", change(retry_strategy='{limit: "2", expression: "true"}'), 1, "ok"),
