@@ -17,7 +17,7 @@ from components.common.contracts.manifests import BundleManifest, DatasetManifes
 from components.common.data.corruptions import CORRUPTIONS
 from components.common.process.steplog import StepLog
 from components.validate.config import ValidateConfig
-from components.validate.run import corrupted_rows, open_places, predict_validation
+from components.validate.run import corrupted_rows, open_devices, predict_validation
 
 
 @click.command()
@@ -29,11 +29,11 @@ def main(bundle: Path, dataset: Path, turns: int, results: Results) -> None:
     keep_streams_apart()
     models, data = load(bundle, BundleManifest), load(dataset, DatasetManifest)
     config, log = ValidateConfig(corruptions=True), StepLog("validate")
-    places = open_places(config, models, data.manifest.splits["val"].num_images, max_gpus=1)
+    devices = open_devices(config, models, data.manifest.splits["val"].num_images, max_gpus=1)
     seconds = []
     for turn in range(turns + 1):
         started = time.perf_counter()
-        found = predict_validation(config, places, models, data, log, corruptions=CORRUPTIONS)
+        found = predict_validation(config, devices, models, data, log, corruptions=CORRUPTIONS)
         if turn:
             seconds.append(time.perf_counter() - started)
             print(f"{seconds[-1]:.2f} s", flush=True)

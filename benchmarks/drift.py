@@ -59,7 +59,7 @@ from components.export.config import ExportConfig
 from components.export.onnx_export import export_onnx
 from components.export.run import run as export
 from components.validate.config import ValidateConfig
-from components.validate.run import Place, image_sizes, observed_values, predict_validation
+from components.validate.run import OpenedDevice, image_sizes, observed_values, predict_validation
 from components.validate.run import run as validate
 from enginery.serving.drift import read_metrics
 from enginery.serving.installation import install_triton
@@ -244,7 +244,9 @@ def main(folder: Path, model: Path, results: Results) -> None:
             for path, kind in zip(proved_model(data, model), (BundleManifest, ReportManifest), strict=True)
         )
         selections = [one for one in select_runtimes(bundle, "auto") if one.precision == "int8"]
-        own = predict_validation(ValidateConfig(), [Place(0, selections)], bundle, data, StepLog("validate"))["int8"]
+        own = predict_validation(ValidateConfig(), [OpenedDevice(0, selections)], bundle, data, StepLog("validate"))[
+            "int8"
+        ]
         values = observed_values(own, image_sizes(data))
         offline = [offline_alarms(values, seed) for seed in range(NUM_SPLITS)]
         print(f"alarms of {NUM_DRAWS} draws, by split: {offline}", flush=True)

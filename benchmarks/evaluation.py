@@ -22,7 +22,7 @@ from components.common.data.loader import Loader
 from components.common.process.steplog import StepLog
 from components.common.runtimes.selection import RuntimeSelection
 from components.validate.config import ValidateConfig
-from components.validate.run import Place, gpus_alike, open_places, predict_validation
+from components.validate.run import OpenedDevice, gpus_alike, open_devices, predict_validation
 
 _TURNS = 3
 
@@ -36,7 +36,7 @@ def main(bundle: Path, dataset: Path, results: Results) -> None:
     models, data = load(bundle, BundleManifest), load(dataset, DatasetManifest)
     config, log = ValidateConfig(), StepLog("validate")
     num_images = data.manifest.splits["val"].num_images
-    (one,) = open_places(config, models, num_images, max_gpus=1)
+    (one,) = open_devices(config, models, num_images, max_gpus=1)
     _evaluate(config, [one], models, data, log)  # the first one opens files and warms the GPU up
     turns: dict[str, list[float]] = {"loader": [], "engines": [], "evaluation": []}
     for _ in range(_TURNS):
@@ -53,11 +53,11 @@ def main(bundle: Path, dataset: Path, results: Results) -> None:
         one.close()
         several, opening, loading = [], [], []
         for _ in range(_TURNS):
-            places, opening_s = _opened(config, models, num_images)
-            several.append(_evaluate(config, places, models, data, log))
-            loading.append(_loaders_s(models, data, len(places)))
-            for place in places:
-                place.close()
+            devices, opening_s = _opened(config, models, num_images)
+            several.append(_evaluate(config, devices, models, data, log))
+            loading.append(_loaders_s(models, data, len(devices)))
+            for device in devices:
+                device.close()
             opening.append({"one GPU": _opened(config, models, num_images, close=True)[1], "all GPUs": opening_s})
         measures["opening_seconds"] = statistics.median(times["one GPU"] for times in opening)
         measures["opening_seconds_all_gpus"] = statistics.median(times["all GPUs"] for times in opening)
@@ -118,25 +118,25 @@ def _engines_s(selections: Sequence[RuntimeSelection], models: Artifact[BundleMa
 
 def _opened(
     config: ValidateConfig, models: Artifact[BundleManifest], num_images: int, *, close: bool = False
-) -> tuple[list[Place], float]:
-    """All places and the seconds until they were open; or those of one, closed again."""
+) -> tuple[list[OpenedDevice], float]:
+    """All devices and the seconds until they were open; or those of one, closed again."""
     started = time.perf_counter()
-    places = open_places(config, models, num_images, max_gpus=1 if close else 0)
+    devices = open_devices(config, models, num_images, max_gpus=1 if close else 0)
     seconds = time.perf_counter() - started
-    for place in places if close else ():
-        place.close()
-    return places, seconds
+    for device in devices if close else ():
+        device.close()
+    return devices, seconds
 
 
 def _evaluate(
     config: ValidateConfig,
-    places: list[Place],
+    devices: list[OpenedDevice],
     models: Artifact[BundleManifest],
     data: Artifact[DatasetManifest],
     log: StepLog,
 ) -> float:
     started = time.perf_counter()
-    predict_validation(config, places, models, data, log)
+    predict_validation(config, devices, models, data, log)
     return time.perf_counter() - started
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,14 +107,14 @@ def _measure(
 ) -> tuple[Report, dict[int, str]]:
     """Report on images, and its pictures; predictions and baselines are written into `output`."""
     log.progress("loading models", 0, 1)
-    places = open_places(config, models, data.manifest.splits["val"].num_images)
-    selections = places[0].selections
-    predictions = predict_validation(config, places, models, data, log)
+    devices = open_devices(config, models, data.manifest.splits["val"].num_images)
+    selections = devices[0].selections
+    predictions = predict_validation(config, devices, models, data, log)
     corrupted = (
-        predict_validation(config, places, models, data, log, corruptions=CORRUPTIONS) if config.corruptions else {}
+        predict_validation(config, devices, models, data, log, corruptions=CORRUPTIONS) if config.corruptions else {}
     )
-    for place in places[1:]:
-        place.close()
+    for device in devices[1:]:
+        device.close()
     distinct = _distinct(data)
     most_frequent = next(iter(predictions.values())).chance(models.manifest.classes)
     accuracy = AccuracyReport(
@@ -130,7 +131,7 @@ def _measure(
         most_frequent_pct=most_frequent[1],
     )
     benchmark = _benchmark(config, selections, models, accuracy, log)
-    places[0].close()
+    devices[0].close()
     arrays = {key or name: array for name, own in predictions.items() for key, array in own.arrays().items()}
     with (output / "predictions.npz").open("wb") as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # its stub takes no keywords
@@ -148,7 +149,7 @@ def _measure(
 
 
 @dataclass(frozen=True)
-class Place:
+class OpenedDevice:
     """Where engines are open: a GPU, or 0 and the host."""
 
     gpu: int
@@ -165,9 +166,9 @@ class Place:
             runner.close()
 
 
-def open_places(
+def open_devices(
     config: ValidateConfig, bundle: Artifact[BundleManifest], num_images: int, max_gpus: int = 0
-) -> list[Place]:
+) -> list[OpenedDevice]:
     """Open a bundle's engines on all GPUs like the first that CUDA_VISIBLE_DEVICES leaves, at the same time.
 
     Args:
@@ -177,25 +178,23 @@ def open_places(
         max_gpus: use no more than these; 0 for all.
 
     Returns:
-        One place where other runtimes than TensorRT run a precision, or nothing runs on a GPU.
+        One device where other runtimes than TensorRT run a precision, or nothing runs on a GPU.
     """
     alike: Sequence[int] = (0,)
     if config.loader == "auto" and torch.cuda.is_available() and bundle.manifest.engines:
         alike = gpus_alike()[: max(1, num_images // _batch_size(config, bundle))][: max_gpus or None]
 
-    def opened(gpu: int) -> Place:
-        if len(alike) == 1:
-            return Place(gpu, select_runtimes(bundle, config.runtime))
-        with torch.cuda.device(gpu):
-            return Place(gpu, select_runtimes(bundle, config.runtime))
+    def opened(gpu: int) -> OpenedDevice:
+        with torch.cuda.device(gpu) if len(alike) > 1 else nullcontext():
+            return OpenedDevice(gpu, select_runtimes(bundle, config.runtime))
 
     with ThreadPoolExecutor(len(alike)) as pool:
-        places = list(pool.map(opened, alike))
-    if all(runs_plans(runner.runtime) for runner in places[0].runners.values()):
-        return places
-    for place in places[1:]:
-        place.close()
-    return places[:1]
+        devices = list(pool.map(opened, alike))
+    if all(runs_plans(runner.runtime) for runner in devices[0].runners.values()):
+        return devices
+    for device in devices[1:]:
+        device.close()
+    return devices[:1]
 
 
 def _batch_size(config: ValidateConfig, bundle: Artifact[BundleManifest]) -> int:
@@ -206,7 +205,7 @@ def _batch_size(config: ValidateConfig, bundle: Artifact[BundleManifest]) -> int
 
 def predict_validation(
     config: ValidateConfig,
-    places: Sequence[Place],
+    devices: Sequence[OpenedDevice],
     bundle: Artifact[BundleManifest],
     data: Artifact[DatasetManifest],
     log: StepLog,
@@ -217,7 +216,7 @@ def predict_validation(
 
     Args:
         config: what to measure with.
-        places: each takes a part of the split, by a loader of its own.
+        devices: each takes a part of the split, by a loader of its own.
         bundle: the models.
         data: the images.
         log: shows the progress.
@@ -225,11 +224,11 @@ def predict_validation(
     """
     split = data.manifest.splits["val"]
     on_gpu = config.loader == "auto" and torch.cuda.is_available()
-    if len(places) > 1:
-        log.note(f"accuracy is measured on {len(places)} GPUs")
+    if len(devices) > 1:
+        log.note(f"accuracy is measured on {len(devices)} GPUs")
 
     def part(index: int) -> tuple[Mapping[str, Runner], Loader]:
-        return places[index].runners, Loader(
+        return devices[index].runners, Loader(
             data,
             "val",
             bundle.manifest.image_transform,
@@ -237,13 +236,13 @@ def predict_validation(
             seed=config.corruption_seed,
             corruptions=corruptions,
             shard_id=index,
-            num_shards=len(places),
-            device_id=places[index].gpu if on_gpu else None,
-            num_threads=max(1, num_cores() // len(places)),
+            num_shards=len(devices),
+            device_id=devices[index].gpu if on_gpu else None,
+            num_threads=max(1, num_cores() // len(devices)),
         )
 
-    with ThreadPoolExecutor(len(places)) as pool:
-        parts = list(pool.map(part, range(len(places))))
+    with ThreadPoolExecutor(len(devices)) as pool:
+        parts = list(pool.map(part, range(len(devices))))
     degraded = " on degraded images" if corruptions else ""
     return predict_in_parts(
         parts,

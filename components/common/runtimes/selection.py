@@ -142,7 +142,7 @@ def _open(
 
 
 def note_of_fallback(runtime: Runtime, unused: str) -> str:
-    """What runs instead of a bundle's plans; nothing where `unused`, why they are not, is empty."""
+    """Say what runs instead of a bundle's plans; empty where `unused`, the reason against them, is."""
     return f"{runtime.label} ran the ONNX file, not the plan: {unused}" if unused else ""
 
 
