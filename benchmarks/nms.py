@@ -1,33 +1,42 @@
-"""Non-maximum suppression outside of the graph, as it is, against ONNX NonMaxSuppression inside of it, on a CPU.
+"""Non-maximum suppression outside of the graph, as it is, against ONNX NonMaxSuppression inside of it.
 
     python -m benchmarks.nms --machine cpu-2core
 
 Networks have random weights; the least score is set so that 20 candidates of an image reach it, as where a server
-answers, or 300, as where mAP is measured. Processor time of one thread counts, in turns, so that other processes matter
-little. Both must find the same objects.
+answers, or 300, as where mAP is measured. On a CPU processor time of one thread counts, in turns, so that other
+processes matter little, and both must find the same objects. With TensorRT: RetinaNet in FP16, from images on the GPU
+to boxes on the host, a batch after the other; outside, all cores suppress.
 """
 
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from itertools import product
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 import onnx
-import openvino
 import torch
 from onnx import TensorProto, helper
 from torch import nn
 
 from benchmarks.results import Results, result_options
+from components.common.contracts.environment import num_cores
 from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes.architectures import build_model
+from components.common.runtimes.tensorrt import (
+    TensorRTRunner,
+    load_engine,
+    load_tensorrt,
+    tensorrt_logger,
+    why_unavailable,
+)
 from components.common.tasks.detection.boxes import NMS_IOU, NUM_BOX_VALUES, detect
 from components.common.tasks.detection.loss import corners
+from components.export.engines import Tensors, build_engine
 from components.export.onnx_export import export_onnx
 
 _NETWORKS = {
@@ -37,6 +46,9 @@ _NETWORKS = {
 _NUM_CANDIDATES = (20, 300)
 _MAX_PER_CLASS = 100
 _NUM_IMAGES = 20
+_ON_GPU = ("detection/retinanet_resnet50_fpn", 512, 5)
+_BATCH_SIZES = (1, 32)
+_NUM_TURNS = 30
 
 
 class _Decoded(nn.Module):
@@ -85,6 +97,8 @@ def _seconds(calls: dict[str, Callable[[int], Any]]) -> dict[str, list[float]]:
 
 
 def _measured(architecture: str, num_candidates: int, folder: Path) -> dict[str, Any]:
+    import openvino  # where there are GPUs, it need not be
+
     size, num_classes = _NETWORKS[architecture]
     torch.manual_seed(0)
     network = build_model(architecture, num_classes).eval()
@@ -113,19 +127,113 @@ def _measured(architecture: str, num_candidates: int, folder: Path) -> dict[str,
     return {"network": architecture, "num_candidates": num_candidates, "num_found": alike[0], **medians}
 
 
+class _Inside:
+    """A plan with suppression in it, whose second output is as long as what it finds."""
+
+    def __init__(self, plan: Path, shapes: ShapeSpec, decoded: str) -> None:
+        trt = load_tensorrt()
+        self._runtime, self._engine = load_engine(plan, None)
+        context = self._engine.create_execution_context()
+        self._shapes, self._context, self._decoded = shapes, context, decoded
+        self._stream = torch.cuda.Stream()
+        num_anchors, width = self._engine.get_tensor_shape(decoded)[1:]
+        self._outputs = torch.empty((shapes.max_batch, num_anchors, width), device="cuda")
+        most = shapes.max_batch * (width - 4) * _MAX_PER_CLASS
+        chosen = torch.empty((most, 3), dtype=torch.int32, device="cuda")
+
+        class Allocator(trt.IOutputAllocator):  # type: ignore[misc, name-defined]  # tensorrt has no types
+            num_found = 0
+
+            def reallocate_output(self, *_: Any) -> int:
+                return int(chosen.data_ptr())
+
+            def notify_shape(self, _: str, shape: Any) -> None:
+                self.num_found = shape[0]
+
+        self._chosen, self._allocator = chosen, Allocator()
+        context.set_output_allocator("chosen", self._allocator)
+        context.set_tensor_address(decoded, self._outputs.data_ptr())
+
+    def find(self, images: torch.Tensor) -> np.ndarray:
+        """[B, 3, H, W] on the GPU -> [found, 4 + classes] on the host."""
+        context, stream = self._context, self._stream
+        context.set_input_shape(self._shapes.input_name, tuple(images.shape))
+        context.set_tensor_address(self._shapes.input_name, images.data_ptr())
+        with torch.cuda.stream(stream):
+            if not context.execute_async_v3(stream.cuda_stream):
+                raise SystemExit(f"TensorRT failed: {tensorrt_logger().take_errors()}")
+            stream.synchronize()
+            image, _, anchor = self._chosen[: self._allocator.num_found].long().T
+            found: np.ndarray = self._outputs[image, anchor].cpu().numpy()
+        return found
+
+
+def _on_gpu(num_candidates: int, folder: Path) -> list[dict[str, Any]]:
+    architecture, size, num_classes = _ON_GPU
+    torch.manual_seed(0)
+    network = build_model(architecture, num_classes).eval()
+    shapes = ShapeSpec(height=size, width=size, max_batch=max(_BATCH_SIZES), opt_batch=max(_BATCH_SIZES))
+    export_onnx(network, folder / "outside.onnx", shapes)
+    export_onnx(_Decoded(network), folder / "decoded.onnx", shapes)
+    levels: dict[str, Any] = {"precision": "fp16", "optimization_level": 1}
+    if not (folder / "outside.plan").exists():
+        build_engine(folder / "outside.onnx", folder / "outside.plan", shapes=shapes, **levels)
+    runner = TensorRTRunner(folder / "outside.plan", shapes)
+    images = torch.randn((max(_BATCH_SIZES), 3, size, size), device="cuda")
+    logits = np.sort(runner.infer(images[:1])[0, :, NUM_BOX_VALUES:].ravel())
+    least = float(1 / (1 + np.exp(-logits[-num_candidates - 1 : -num_candidates + 1].mean())))
+    model = _with_suppression(folder / "decoded.onnx", least)
+    onnx.save(model, folder / "inside.onnx")
+    sizes = tuple(shapes.input_shape(batch) for batch in (1, max(_BATCH_SIZES), max(_BATCH_SIZES)))
+    outputs = [each.name for each in model.graph.output]
+    tensors = Tensors([{shapes.input_name: sizes}], outputs)  # type: ignore[dict-item]
+    build_engine(folder / "inside.onnx", folder / "inside.plan", shapes=tensors, **levels)
+    inside, rows = _Inside(folder / "inside.plan", shapes, outputs[0]), []
+    with ThreadPoolExecutor(num_cores()) as pool:
+        for batch in _BATCH_SIZES:
+
+            def run_outside(given: torch.Tensor) -> int:
+                found = pool.map(lambda each: detect(each, min_score=least), runner.infer(given))
+                return sum(map(len, found))
+
+            calls: dict[str, Callable[[torch.Tensor], Any]] = {
+                "network": runner.infer, "outside": run_outside, "inside": inside.find
+            }  # fmt: skip
+            given = images[:batch]
+            found = {"outside": run_outside(given), "inside": len(inside.find(given))}
+            seconds: dict[str, list[float]] = {name: [] for name in calls}
+            for turn in range(5 + _NUM_TURNS):
+                for name, call in calls.items():
+                    started = time.perf_counter()
+                    call(given)
+                    if turn >= 5:
+                        seconds[name].append(time.perf_counter() - started)
+            medians = {f"{name}_ms": 1e3 * statistics.median(values) for name, values in seconds.items()}
+            row = {"network": architecture, "batch": batch, "num_candidates": num_candidates, "num_found": found}
+            rows.append(row | medians)
+    runner.close()
+    return rows
+
+
 @click.command()
 @result_options
 def main(results: Results) -> None:
-    runs = []
+    runs, with_plans = [], why_unavailable() is None
     with tempfile.TemporaryDirectory() as folder:
-        for architecture, num_candidates in product(_NETWORKS, _NUM_CANDIDATES):
-            runs.append(_measured(architecture, num_candidates, Path(folder)))
-            click.echo(runs[-1])
-    names = [f"{run['network'].rpartition('/')[2]}_{run['num_candidates']}" for run in runs]
-    pairs = zip(names, runs, strict=True)
-    measures = {f"{name}_inside_over_outside": run["outside_ms"] / run["inside_ms"] for name, run in pairs}
-    notes = "Medians of 20 images, FP32 by OpenVINO; images/s over images/s."
-    results.write("nms", measures=measures, runs=runs, notes=notes)
+        for num_candidates in _NUM_CANDIDATES:
+            if with_plans:
+                runs += _on_gpu(num_candidates, Path(folder))
+            else:
+                runs += [_measured(architecture, num_candidates, Path(folder)) for architecture in _NETWORKS]
+    click.echo(runs)
+    measures = {}
+    for run in runs:
+        name = f"{run['network'].rpartition('/')[2]}_{run['num_candidates']}"
+        name += f"_b{run['batch']}" if "batch" in run else ""
+        measures[f"{name}_inside_over_outside"] = run["outside_ms"] / run["inside_ms"]
+    on_cpu = f"Medians of {_NUM_IMAGES} images, FP32 by OpenVINO; images/s over images/s."
+    on_gpu = f"Medians of {_NUM_TURNS} batches, FP16 by TensorRT at level 1; images/s over images/s."
+    results.write("nms", measures=measures, runs=runs, notes=on_gpu if with_plans else on_cpu)
 
 
 if __name__ == "__main__":

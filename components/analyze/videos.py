@@ -333,38 +333,45 @@ def planes_of(frame: av.VideoFrame, turns: int = 0) -> Planes:
     return Planes(luma=luma.clone(), chroma=chroma.clone(), space=int(frame.colorspace), is_full=is_full, turns=turns)
 
 
-def rgb_images(frames: Sequence[Any]) -> list[Any]:
+def rgb_images(frames: Sequence[Any]) -> Any:
     """Images [H, W, 3] uint8 RGB, upright: those of Planes where they are, others as they came.
 
     Each colour stands for its four pixels, as in FFmpeg's conversion from yuv420p.
+
+    Returns:
+        A list; a tensor [B, H, W, 3] where all are upright Planes of one kind, as are those of cameras of one kind.
     """
     found, alike = list(frames), defaultdict[Any, list[int]](list)
     for place, frame in enumerate(frames):
         if isinstance(frame, Planes):
             alike[(frame.luma.shape, frame.space, frame.is_full)].append(place)
-    for (shape, space, is_full), places in alike.items():
-        step = max(1, _PIXELS_AT_ONCE // shape.numel())
-        for start in range(0, len(places), step):
-            some = places[start : start + step]
-            images = _rgb_of_planes([frames[place] for place in some], space, is_full)
-            for place, image in zip(some, images, strict=True):
-                turns = frames[place].turns
-                found[place] = image.rot90(turns).contiguous() if turns else image
+    for kind, places in alike.items():
+        images = _rgb_of_planes([frames[place] for place in places], *kind)
+        if len(places) == len(frames) and not any(frame.turns for frame in frames):
+            return images
+        for place, image in zip(places, images, strict=True):
+            turns = frames[place].turns
+            found[place] = image.rot90(turns).contiguous() if turns else image
     return found
 
 
-def _rgb_of_planes(frames: Sequence[Planes], space: int, is_full: bool) -> Any:
+def _rgb_of_planes(frames: Sequence[Planes], shape: Any, space: int, is_full: bool) -> Any:
     """[B, H, W, 3] of frames of one size."""
     import torch
 
-    luma, chroma = (torch.stack([getattr(frame, name) for frame in frames]) for name in ("luma", "chroma"))
     least, most = (0, 255) if is_full else (16, 235)
-    added = (chroma.float() - 128) @ _colours(space, is_full, chroma.device)  # [B, H / 2, W / 2, 3]
-    grey = (luma.float() - least) * (255 / (most - least))
-    num_frames, height, width = grey.shape
-    pixels = grey.view(num_frames, height // 2, 2, width // 2, 2, 1) + added[:, :, None, :, None]
-    # FFmpeg rounds down, too.
-    return pixels.clamp_(0, 255).to(torch.uint8).view(num_frames, height, width, 3)
+
+    def convert(some: Sequence[Planes]) -> Any:
+        luma, chroma = (torch.stack([getattr(frame, name) for frame in some]) for name in ("luma", "chroma"))
+        added = (chroma.float() - 128) @ _colours(space, is_full, chroma.device)  # [B, H / 2, W / 2, 3]
+        grey = (luma.float() - least) * (255 / (most - least))
+        num_frames, height, width = grey.shape
+        pixels = grey.view(num_frames, height // 2, 2, width // 2, 2, 1) + added[:, :, None, :, None]
+        # FFmpeg rounds down, too.
+        return pixels.clamp_(0, 255).to(torch.uint8).view(num_frames, height, width, 3)
+
+    step = max(1, _PIXELS_AT_ONCE // shape.numel())
+    return torch.cat([convert(frames[start : start + step]) for start in range(0, len(frames), step)])
 
 
 @cache

@@ -23,6 +23,7 @@ SOURCES = [
     ROOT / "components/export/engines.py",
     ROOT / "components/export/inspection.py",
     ROOT / "benchmarks/engines.py",
+    ROOT / "benchmarks/nms.py",
 ]
 
 PACKAGE = "tensorrt-cu13-bindings"
