@@ -80,5 +80,8 @@ class PreprocessConfig(StepConfig):
         description="Text: tokens of both languages' vocabulary; fewer where the text has no more.",
     )
     max_tokens: int = Field(
-        256, ge=8, description="Text: longest sentence that a model takes, in tokens; longer ones are rejected."
+        256,
+        ge=8,
+        le=1024,
+        description="Text: longest sentence that a model takes, in tokens; longer ones are rejected.",
     )

@@ -29,7 +29,7 @@ from components.common.contracts.transforms import TextSpec
 from components.common.data.pages import templates
 from components.common.process.partial_output import LOCK, open_partial
 from components.common.process.steplog import StepLog
-from components.common.tasks.translation.sentences import CONTROL
+from components.common.tasks.translation.sentences import CONTROL, visible
 from components.common.tasks.translation.vocabulary import VOCABULARY, Vocabulary, train_vocabulary
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.data_card import DATA_CARD
@@ -264,7 +264,7 @@ def _checked(pair: Pair, config: PreprocessConfig) -> tuple[str, str, str]:
         return *sides, problem
     source, target = (unicodedata.normalize("NFC", side).strip() for side in sides)
     longer, shorter = max(len(source), len(target)), min(len(source), len(target))
-    if not shorter:
+    if not (visible(source) and visible(target)):
         problem = "empty"
     elif "\ufffd" in source or "\ufffd" in target:
         problem = "encoding"
@@ -276,7 +276,7 @@ def _checked(pair: Pair, config: PreprocessConfig) -> tuple[str, str, str]:
 
 
 def _hash(text: str) -> int:
-    return int(digest_bytes(text.encode()).removeprefix("sha256:")[:16], 16)
+    return int(digest_bytes(visible(text).encode()).removeprefix("sha256:")[:16], 16)
 
 
 def _script(text: str) -> str:

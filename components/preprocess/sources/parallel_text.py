@@ -27,6 +27,7 @@ WANTED = (
 )
 _CHUNK_BYTES = 1 << 16
 _MAX_XML_TOKEN = 1 << 23  # bytes of a tag; text comes in pieces
+_MAX_DEPTH = 100  # of elements within each other, of which the parser keeps the names
 _MARKUP = ("bpt", "ept", "it", "ph", "ut")  # of TMX: codes of the text's own format, which are no part of the sentence
 _BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x00\x00\xfe\xff": "UTF-32"}
 
@@ -224,7 +225,7 @@ class _TmxReader:
         self._where, self._languages = where, [language.lower() for language in languages]
         self._line, self._language = 0, ""
         self._sides: dict[str, list[str]] = {}  # pieces of the sentences of a unit by language, the first of each
-        self._size, self._is_open, self._markup = 0, False, 0
+        self._size, self._is_open, self._markup, self._depth = 0, False, 0, 0
         self._parser = expat.ParserCreate()
         self._parser.buffer_text = True
         self._parser.StartElementHandler = self._start
@@ -246,6 +247,9 @@ class _TmxReader:
         raise damaged(self._where, f"declares entities, such as {name[:40]}, which are not read")
 
     def _start(self, name: str, attributes: dict[str, str]) -> None:
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise damaged(self._where, f"has elements within each other more than {_MAX_DEPTH} deep")
         if name == "tu":
             self._line, self._sides, self._size = self._parser.CurrentLineNumber, {}, 0
         elif name == "tuv":
@@ -258,6 +262,7 @@ class _TmxReader:
             self._markup += 1
 
     def _end(self, name: str) -> None:
+        self._depth -= 1
         if name == "seg":
             self._is_open = False
         elif name == "tuv":

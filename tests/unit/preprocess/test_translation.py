@@ -132,6 +132,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "an empty line": (b"", "empty"),
     "spaces": (b"  \t \xc2\xa0 ", "empty"),
     "no target": (b"source\t", "empty"),
+    "nothing to be seen": ("\u200b\u00ad\t\u2060\u200f".encode(), "empty"),
     "one column": (b"only one sentence", "columns"),
     "three columns": (b"one\ttwo\tthree", "columns"),
     "Latin-1": ("grün\tgr\xfcn".encode("latin-1"), "encoding"),
@@ -152,6 +153,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "Greek": ("καλημέρα\tguten Morgen".encode(), "unknown-script"),
     "again": (tsv(PAIRS[3:4])[:-1], "duplicate"),
     "again with spaces": (f" {PAIRS[4][0]} \t{PAIRS[4][1]}\r".encode(), "duplicate"),
+    "again but for what is not seen": ("\t".join(PAIRS[6]).replace(" ", "  \u200b").encode(), "duplicate"),
     "again in another form": (unicodedata.normalize("NFD", "\t".join(PAIRS[5])).encode() + b" ", "duplicate"),
 }
 
@@ -314,6 +316,7 @@ LAUGHS = "<!DOCTYPE tmx [" + "".join(
         tmx(unit("&file;", "x"), '<!DOCTYPE tmx [<!ENTITY file SYSTEM "file:///etc/passwd">]>'),
         tmx(unit("x", "y"), '<!DOCTYPE tmx [<!ENTITY % all SYSTEM "http://127.0.0.1:1/x.dtd"> %all;]>'),
         tmx(f"<tu {'a' * (20 << 20)}='1'></tu>"),
+        tmx(unit("<hi>" * 100 + "x" + "</hi>" * 100, "y")),
         tmx(unit("a\x01b", "c")),
         tmx(unit("a", "c"))[:-10],
         b"<tmx><body>",
@@ -321,7 +324,7 @@ LAUGHS = "<!DOCTYPE tmx [" + "".join(
         b"",
         b'<?xml version="1.0" encoding="EBCDIC-of-no-kind"?><tmx/>',
     ],
-    ids=["laughs", "file", "parameter", "long tag", "control", "cut", "open", "text", "empty", "encoding"],
+    ids=["laughs", "file", "parameter", "long tag", "nested", "control", "cut", "open", "text", "empty", "encoding"],
 )
 def test_xml_that_is_hostile_or_damaged(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "text.tmx").write_bytes(content)

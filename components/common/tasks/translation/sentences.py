@@ -9,6 +9,16 @@ from components.common.tasks.translation.runners import Translator
 
 # What ends a line for some programs, or turns the direction of text, beside the control characters themselves.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]")
+# Unicode's Default_Ignorable_Code_Point: what shows nothing, and joins or parts letters in some scripts.
+_INVISIBLE = re.compile(
+    "[\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2060-\u206f\u3164\ufe00-\ufe0f\uffa0"
+    "\U000e0000-\U000e0fff]"
+)
+
+
+def visible(text: str) -> str:
+    """Text as readers tell it from other text: one space between words, and nothing that is not seen."""
+    return " ".join((text if text.isascii() else _INVISIBLE.sub("", text)).split())
 
 
 def read_sentence(given: bytes | str, name: str) -> str:
@@ -19,7 +29,7 @@ def read_sentence(given: bytes | str, name: str) -> str:
         name: of the sentence in messages, such as "sentence 3".
 
     Raises:
-        UserError: it is not UTF-8, empty, or holds control characters.
+        UserError: it is not UTF-8, empty or invisible, or holds control characters.
     """
     try:
         text = (given.decode() if isinstance(given, bytes) else given).strip()
@@ -27,7 +37,7 @@ def read_sentence(given: bytes | str, name: str) -> str:
     except UnicodeError as error:
         message = f"{name} is not UTF-8 ({error.reason} at {error.start}); convert it"  # type: ignore[attr-defined]
         raise UserError(message, code="not-utf8") from None
-    if not text:
+    if not visible(text):
         raise UserError(f"{name} is empty; leave it out", code="empty-sentence")
     if found := CONTROL.search(text):
         raise UserError(
@@ -35,6 +45,11 @@ def read_sentence(given: bytes | str, name: str) -> str:
             code="control-character",
         )
     return unicodedata.normalize("NFC", text)
+
+
+def on_one_line(translation: str) -> str:
+    """A translation whose control characters, which a network may spell byte by byte, are spaces."""
+    return CONTROL.sub(" ", translation)
 
 
 def translate_each(

@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from components.common.runtimes.architectures import build_model
+from components.common.tasks.translation.networks import MAX_POSITIONS
 from components.common.tasks.translation.search import padded, search
 from components.common.tasks.translation.vocabulary import BOS, EOS, PAD
+from components.preprocess.config import PreprocessConfig
 
 ARCHITECTURES = ("translation/transformer_small", "translation/lstm_small")
 SOURCES = [[5, 6, 7, 8, EOS], [9, EOS], [4, 4, 10, EOS]]
@@ -60,6 +63,12 @@ def test_a_sentence_is_translated_alike_alone_and_beside_longer_ones(network: To
         np.testing.assert_allclose(whole(network, [source], [target])[0, :3], together[row, :3], atol=1e-5)
     alone = [search(network, padded([source]), beam_size=3, max_tokens=6)[0] for source in SOURCES]
     assert search(network, padded(SOURCES), beam_size=3, max_tokens=6) == alone
+
+
+def test_preprocess_lets_no_sentence_through_that_is_too_long_for_a_transformer() -> None:
+    PreprocessConfig(data=".", max_tokens=MAX_POSITIONS)
+    with pytest.raises(ValidationError, match="max_tokens"):
+        PreprocessConfig(data=".", max_tokens=MAX_POSITIONS + 1)
 
 
 class Table:
