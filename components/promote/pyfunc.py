@@ -256,7 +256,7 @@ class TextModel:
 
         _check_runtime(runtime)
         self.bundle_digest = bundle.digest
-        self._translator = open_translator(bundle, precision)
+        self._translator = open_translator(bundle, precision, runtime)
         self._lock = threading.Lock()
 
     @property

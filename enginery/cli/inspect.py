@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from components.common.contracts.errors import UserError, shown
+from components.common.contracts.errors import RuntimeUnavailable, UserError, shown
 from components.common.contracts.manifests import Artifact, BundleManifest, check_task, load, write_atomically
 from components.common.contracts.records import PRECISIONS
 from components.common.process.disk import out_of_space
@@ -124,13 +124,18 @@ def _inspect_sentences(bundle: Artifact[BundleManifest], sentences: Sequence[str
 
     results = []
     for precision in (name for name in PRECISIONS if name in bundle.manifest.models):
-        with closing(open_translator(bundle, precision)) as translator:
+        try:
+            opened = open_translator(bundle, precision)
+        except RuntimeUnavailable as error:  # such as FP16 on a CPU
+            missing = {"precision": precision, "runtime": "n/a", "note": str(error)}
+            results += [{"sentence": sentence, **missing} for sentence in sentences]
+            continue
+        with closing(opened) as translator:
             for sentence, answer in zip(sentences, translate_each(translator, sentences), strict=True):
                 if isinstance(answer, UserError):
                     raise UserError(f"{sentence[:60]!r}: {answer}", code=answer.code, setting="--sentence")
                 one = {"precision": precision, "runtime": translator.runtime, "translation": answer}
-                one |= {"note": translator.note}
-                results.append({"sentence": sentence, **one})
+                results.append({"sentence": sentence, **one, "note": translator.note})
     results.sort(key=lambda one: sentences.index(one["sentence"]))
     if as_json:
         click.echo(json.dumps({"model": bundle.manifest.architecture, "results": results}))
@@ -138,7 +143,8 @@ def _inspect_sentences(bundle: Artifact[BundleManifest], sentences: Sequence[str
     console, table = new_console(), new_table("sentence", "precision", "runtime", "translation")
     console.print(f"{escape(bundle.manifest.architecture)}, bundle {escape(_relative(bundle.path))}")
     for one in results:
-        table.add_row(*(escape(shown(one[name])) for name in ("sentence", "precision", "runtime", "translation")))
+        columns = ("sentence", "precision", "runtime", "translation")
+        table.add_row(*(escape(shown(one.get(name, "n/a"))) for name in columns))
     console.print(table)
     for note in dict.fromkeys(f"{one['precision'].upper()}: {one['note']}" for one in results if one["note"]):
         console.print(escape(note), style="dim")

@@ -1,6 +1,7 @@
 """`enginery predict`: what a model server says of images, or a translator here of sentences."""
 
 import asyncio
+import codecs
 import io
 import json
 import sys
@@ -67,6 +68,10 @@ def predict(
     was at fault.
     """
     if images and _is_model(images[0]):
+        if picture is not None or top_k is not None:
+            setting = "--top-k" if picture is None else "--picture"
+            message = f"translations have neither classes nor pictures; leave {setting} out"
+            raise UserError(message, code="other-task", setting=setting)
         _translate(images[0], images[1:], beam_size, as_json)
         return
     from components.common.tasks.answers import answers_of
@@ -119,11 +124,11 @@ def _translate(model: str, texts: Sequence[str], beam_size: int, as_json: bool) 
         raise UserError(message, code="no-sentences")
     sentences: list[str | bytes] = []
     for text in texts:
-        sentences += sys.stdin.buffer.read().removesuffix(b"\n").split(b"\n") if text == _STDIN else [text]
+        sentences += _lines(sys.stdin.buffer.read()) if text == _STDIN else [text]
     with find_source(model, None) as source:
         check_task(f"the model {model}", source.bundle.manifest.task, "translation", "ask a server of it about images")
         from components.common.tasks.translation.runners import open_translator
-        from components.common.tasks.translation.sentences import translate_each
+        from components.common.tasks.translation.sentences import on_one_line, translate_each
 
         with closing(open_translator(source.bundle, source.precision)) as translator:
             answers = translate_each(translator, sentences, beam_size=beam_size)
@@ -136,8 +141,12 @@ def _translate(model: str, texts: Sequence[str], beam_size: int, as_json: bool) 
         click.echo(json.dumps({"model": model, "precision": source.precision, "results": results}, indent=1))
     else:
         for answer in answers:
-            echo("" if isinstance(answer, EngineryError) else answer.replace("\n", " "))
+            click.echo("" if isinstance(answer, EngineryError) else on_one_line(answer))
     _end(names, answers, "sentences")
+
+
+def _lines(text: bytes) -> list[bytes]:
+    return text.removeprefix(codecs.BOM_UTF8).removesuffix(b"\n").split(b"\n")
 
 
 def _named_images(images: Sequence[str]) -> Iterator[tuple[str, Callable[[], bytes]]]:

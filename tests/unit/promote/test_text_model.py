@@ -11,20 +11,21 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 
-from components.common.contracts.errors import UserError, shown
+from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import BundleManifest, load
 from components.common.tasks.translation.runners import Translator, open_translator
-from components.common.tasks.translation.sentences import read_sentence, translate_each
+from components.common.tasks.translation.sentences import on_one_line, read_sentence, translate_each
 from components.promote.packaging import write_model
 from enginery.cli.predict import predict
 from tests.unit.refusals import refuses
-from tests.unit.registered import enginery
+from tests.unit.registered import enginery, reseal
 from tests.unit.shapes import Chain
 
 SENTENCES = ["12 May", "half past seven"]
 BAD: list[tuple[str | bytes, str]] = [
     ("", "empty-sentence"),
     (" \t \u3000", "empty-sentence"),
+    ("\u200b \u200f", "empty-sentence"),
     ("word " * 10_000, "sentence-too-long"),
     ("seven " * 260, "sentence-too-long"),
     (b"caf\xe9", "not-utf8"),
@@ -58,6 +59,8 @@ def test_a_sentence_is_taken_in_nfc() -> None:
 def test_mlflow_loads_a_translator(translator: Chain, opened: Translator, tmp_path: Path) -> None:
     shutil.copytree(translator.bundle, tmp_path / "model" / "bundle")
     folder = write_model(load(translator.bundle, BundleManifest), "int8", tmp_path / "model")
+    with refuses("plans-unusable"):
+        mlflow.pyfunc.load_model(str(folder), model_config={"runtime": "tensorrt"})
     model = mlflow.pyfunc.load_model(str(folder))
     said = opened.translate(SENTENCES)
     forms: list[Any] = [SENTENCES, pd.DataFrame({"text": SENTENCES}), pd.Series(SENTENCES), {"text": SENTENCES}]
@@ -79,8 +82,8 @@ def test_mlflow_loads_a_translator(translator: Chain, opened: Translator, tmp_pa
 def test_predict_translates_arguments_and_lines(translator: Chain, opened: Translator) -> None:
     bundle, said = str(translator.bundle), opened.translate(SENTENCES)
     lines = enginery("predict", bundle, *SENTENCES).stdout.split("\n")
-    assert lines == [*(shown(text.replace("\n", " ")) for text in said), ""]
-    content = b"12 May\n\ncaf\xe9\nhalf past seven\n"
+    assert lines == [*map(on_one_line, said), ""]
+    content = b"\xef\xbb\xbf12 May\r\n\ncaf\xe9\nhalf past seven\n"
     done = CliRunner().invoke(predict, [bundle, "-", "--json"], input=content)
     results = json.loads(done.stdout)["results"]
     assert [entry.get("translation") for entry in results] == [said[0], None, None, said[1]]
@@ -90,6 +93,15 @@ def test_predict_translates_arguments_and_lines(translator: Chain, opened: Trans
     assert done.exception.code == "sentences-without-answer"
     with refuses("no-sentences"):
         enginery("predict", bundle)
+    for option, value in (("--top-k", 3), ("--picture", "x.png")):
+        with refuses("other-task", option):
+            enginery("predict", bundle, option, value, *SENTENCES)
+
+
+def test_a_line_of_output_has_no_control_characters_and_keeps_what_languages_need() -> None:
+    """Marks of direction of Hebrew and addresses stay."""
+    said = "\u05d0\u200f: http://a/?token=12345678901234567"
+    assert on_one_line(f"{said}\n\x1b\u202e") == f"{said}   "
 
 
 def test_inspect_shows_what_each_precision_says(translator: Chain, opened: Translator) -> None:
@@ -101,3 +113,16 @@ def test_inspect_shows_what_each_precision_says(translator: Chain, opened: Trans
     assert [one["translation"] for one in results if one["precision"] == "int8"] == opened.translate(SENTENCES)
     with refuses("empty-sentence"):
         enginery("inspect", "--bundle", translator.bundle, "--sentence", "")
+
+
+def test_inspect_names_a_precision_that_does_not_run_here(translator: Chain, tmp_path: Path) -> None:
+    """FP16 of a bundle that was made on a GPU."""
+    bundle = shutil.copytree(translator.bundle, tmp_path / "bundle")
+    reseal(bundle, lambda record: record["models"].update(fp16="int8.onnx", fp16_encoder="int8_encoder.onnx"))
+    results = json.loads(enginery("inspect", "--bundle", bundle, "--sentence", "12 May", "--json").stdout)["results"]
+    assert [(one["precision"], one["runtime"], "translation" in one) for one in results] == [
+        ("fp32", "openvino", True),
+        ("fp16", "n/a", False),
+        ("int8", "openvino", True),
+    ]
+    assert "FP16: no file of FP16 for CPUs" in enginery("inspect", "--bundle", bundle, "--sentence", "12 May").stdout
