@@ -46,7 +46,6 @@ _MOST_FRAMES = 32  # of a batch, unless it is set
 _AHEAD = 2  # batches that are transformed while one is labelled
 _FLUSH_S = 1.0
 _Batch = list[tuple[StreamState, VideoFrame]]
-_Answered = tuple[np.ndarray, list[Future[Answer]]]  # outputs of a batch, [B, ...] float32, and what they say
 
 
 def run(config: AnalyzeConfig, log: StepLog, *, bundle: Path, output: Path) -> str:
@@ -161,20 +160,21 @@ def _label_all(
 ) -> None:
     """Take batches over all streams until they end. While the model runs, the next frames are transformed."""
     deadline = time.monotonic() + max_seconds if max_seconds else None
-    waiting: deque[tuple[_Batch, Future[_Answered]]] = deque()
+    waiting: deque[Future[None]] = deque()
     done = 0
-    with ThreadPoolExecutor(num_cores()) as answering, ThreadPoolExecutor(1) as worker:
+    # Stages overlap: this thread takes and transforms, one runs the model, one writes.
+    with (
+        ThreadPoolExecutor(num_cores()) as answering,
+        ThreadPoolExecutor(1) as inferring,
+        ThreadPoolExecutor(1) as writing,
+    ):
 
-        def infer(batch: _Batch, images: Any) -> _Answered:
-            outputs, answer = runner.infer(images), writer.answers.answer
-            sizes = [frame.pixels.shape[1::-1] for _, frame in batch]
-            return outputs, [answering.submit(answer, *each) for each in zip(outputs, sizes, strict=True)]
-
-        def write_first() -> None:
+        def write(batch: _Batch, inferred: Future[np.ndarray]) -> None:
             nonlocal done
-            batch, answered = waiting.popleft()
-            outputs, answers = answered.result()
-            writer.write(batch, outputs, [answer.result() for answer in answers])
+            outputs, sizes = inferred.result(), [frame.pixels.shape[1::-1] for _, frame in batch]
+            # A thread for each costs more than the answer of a classifier.
+            each = map if writer.answers.shows_one else answering.map
+            writer.write(batch, outputs, list(each(writer.answers.answer, outputs, sizes)))
             done += len(batch)
             log.progress("labelling", done, max(done + 1, sum(s.num_decoded for s in streams.states)), unit="frames")
 
@@ -186,13 +186,13 @@ def _label_all(
                 if not batch:
                     break
                 images = transform.transform(rgb_images([frame.pixels for _, frame in batch]))
-                waiting.append((batch, worker.submit(infer, batch, images)))
+                waiting.append(writing.submit(write, batch, inferring.submit(runner.infer, images)))
                 # A full batch leaves others waiting, so that the next is transformed meanwhile; what comes slowly is
                 # answered at once.
                 while len(waiting) > (_AHEAD if len(batch) == batch_size else 0):
-                    write_first()
-            while waiting:
-                write_first()
+                    waiting.popleft().result()
+            for left in waiting:
+                left.result()
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
@@ -45,9 +44,6 @@ _OPEN_TIMEOUT_S = 10.0
 _MAX_FOUND = 10_000  # videos of one folder
 _MAX_PIXELS = 8192 * 4352  # of a frame: 8K
 _ON_GPU = ("nv12", "p010le")  # what is converted there
-_PIXELS_AT_ONCE = 1 << 25  # that become colours, some 60 bytes of memory each
-# By FFmpeg's number of the colour space (BT.709, BT.601, BT.2020) the weights of red and blue in the luma.
-_LUMA_WEIGHTS = {1: (0.2126, 0.0722), 5: (0.299, 0.114), 9: (0.2627, 0.0593)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +257,9 @@ def _open(source: VideoSource, decoder: str, read_timeout_s: float, on_gpu: bool
         if on_gpu:
             import torch
 
-            torch.cuda.synchronize()  # makes PyTorch's context that of this thread, for FFmpeg to take
+            # Makes PyTorch's context that of this thread, for FFmpeg to take. To wait for all streams would break a
+            # CUDA graph that another thread captures.
+            torch.cuda.current_stream().synchronize()
             how["options"] = {"primary_ctx": "0", "current_ctx": "1"}
         how = {"hwaccel": HWAccel("cuda", allow_software_fallback=decoder == "auto", is_hw_owned=on_gpu, **how)}
     address: Any = sys.stdin.buffer if source.address == STDIN else _with_login(source)
@@ -345,42 +343,14 @@ def rgb_images(frames: Sequence[Any]) -> Any:
     for place, frame in enumerate(frames):
         if isinstance(frame, Planes):
             alike[(frame.luma.shape, frame.space, frame.is_full)].append(place)
+    if alike:
+        from components.analyze.colours import rgb_of_planes
     for kind, places in alike.items():
-        images = _rgb_of_planes([frames[place] for place in places], *kind)
+        own = [frames[place] for place in places]
+        images = rgb_of_planes([frame.luma for frame in own], [frame.chroma for frame in own], *kind[1:])
         if len(places) == len(frames) and not any(frame.turns for frame in frames):
             return images
         for place, image in zip(places, images, strict=True):
             turns = frames[place].turns
             found[place] = image.rot90(turns).contiguous() if turns else image
     return found
-
-
-def _rgb_of_planes(frames: Sequence[Planes], shape: Any, space: int, is_full: bool) -> Any:
-    """[B, H, W, 3] of frames of one size."""
-    import torch
-
-    least, most = (0, 255) if is_full else (16, 235)
-
-    def convert(some: Sequence[Planes]) -> Any:
-        luma, chroma = (torch.stack([getattr(frame, name) for frame in some]) for name in ("luma", "chroma"))
-        added = (chroma.float() - 128) @ _colours(space, is_full, chroma.device)  # [B, H / 2, W / 2, 3]
-        grey = (luma.float() - least) * (255 / (most - least))
-        num_frames, height, width = grey.shape
-        pixels = grey.view(num_frames, height // 2, 2, width // 2, 2, 1) + added[:, :, None, :, None]
-        # FFmpeg rounds down, too.
-        return pixels.clamp_(0, 255).to(torch.uint8).view(num_frames, height, width, 3)
-
-    step = max(1, _PIXELS_AT_ONCE // shape.numel())
-    return torch.cat([convert(frames[start : start + step]) for start in range(0, len(frames), step)])
-
-
-@cache
-def _colours(space: int, is_full: bool, device: Any) -> Any:
-    """[2, 3]: what the blue and the red difference add to red, green and blue."""
-    import torch
-
-    red, blue = _LUMA_WEIGHTS.get(space, _LUMA_WEIGHTS[5])
-    green = 1 - red - blue
-    of_blue = [0, -2 * blue * (1 - blue) / green, 2 * (1 - blue)]
-    of_red = [2 * (1 - red), -2 * red * (1 - red) / green, 0]
-    return torch.tensor([of_blue, of_red], device=device) * (1 if is_full else 255 / 224)
