@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -100,7 +100,7 @@ def analyze(
         # In the order of exits: the readers stop, what they have read is labelled, the files are closed.
         on_gpu = device_id is not None
         streams = stack.enter_context(Streams(sources, config, num_cores(), writer.say, on_gpu))
-        _label_all(streams, transform, selected.runner, batch_size, writer, log, config.max_seconds)
+        _label_all(streams, transform, selected.runner, batch_size, writer, log, config.max_seconds, on_gpu)
     records = writer.records(streams.states)
     if not any(record.num_labelled for record in records):
         problems = "; ".join(dict.fromkeys(record.problem for record in records if record.problem))
@@ -157,11 +157,12 @@ def _label_all(
     writer: "_Writer",
     log: StepLog,
     max_seconds: float,
+    on_gpu: bool,
 ) -> None:
     """Take batches over all streams until they end. While the model runs, the next frames are transformed."""
     deadline = time.monotonic() + max_seconds if max_seconds else None
     waiting: deque[Future[None]] = deque()
-    done = 0
+    done, apart = 0, _apart_from_decoders(on_gpu)
     # Stages overlap: this thread takes and transforms, one runs the model, one writes.
     with (
         ThreadPoolExecutor(num_cores()) as answering,
@@ -169,16 +170,21 @@ def _label_all(
         ThreadPoolExecutor(1) as writing,
     ):
 
+        def infer(images: Any) -> np.ndarray:
+            with apart():
+                return runner.infer(images)
+
         def write(batch: _Batch, inferred: Future[np.ndarray]) -> None:
             nonlocal done
             outputs, sizes = inferred.result(), [frame.pixels.shape[1::-1] for _, frame in batch]
             # A thread for each costs more than the answer of a classifier.
             each = map if writer.answers.shows_one else answering.map
-            writer.write(batch, outputs, list(each(writer.answers.answer, outputs, sizes)))
+            with apart():
+                writer.write(batch, outputs, list(each(writer.answers.answer, outputs, sizes)))
             done += len(batch)
             log.progress("labelling", done, max(done + 1, sum(s.num_decoded for s in streams.states)), unit="frames")
 
-        with _signals_call(streams.stop):
+        with _signals_call(streams.stop), apart():
             while True:
                 if deadline is not None and time.monotonic() >= deadline:
                     streams.stop()
@@ -186,13 +192,23 @@ def _label_all(
                 if not batch:
                     break
                 images = transform.transform(rgb_images([frame.pixels for _, frame in batch]))
-                waiting.append(writing.submit(write, batch, inferring.submit(runner.infer, images)))
+                waiting.append(writing.submit(write, batch, inferring.submit(infer, images)))
                 # A full batch leaves others waiting, so that the next is transformed meanwhile; what comes slowly is
                 # answered at once.
                 while len(waiting) > (_AHEAD if len(batch) == batch_size else 0):
                     waiting.popleft().result()
             for left in waiting:
                 left.result()
+
+
+def _apart_from_decoders(on_gpu: bool) -> Callable[[], AbstractContextManager[Any]]:
+    """Contexts of one CUDA stream: FFmpeg uses the default one, in which each frame waits for NVDEC."""
+    if not on_gpu:
+        return nullcontext
+    import torch
+
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # of torch's stubs
+    return lambda: torch.cuda.stream(stream)
 
 
 @contextmanager

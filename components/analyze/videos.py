@@ -83,12 +83,23 @@ class Planes:
     space: int  # FFmpeg's number of the colour space
     is_full: bool  # whether all 256 levels are used
     turns: int  # by 90 degrees, until it is upright
+    ready: Any = None  # on a GPU the event after which they are written
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Of the RGB image, upright."""
         height, width = self.luma.shape
         return (width, height, 3) if self.turns % 2 else (height, width, 3)
+
+    def wait(self) -> None:
+        """Let the current stream wait for the planes, and their memory for the stream."""
+        if self.ready is not None:
+            import torch
+
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self.ready)
+            self.luma.record_stream(stream)
+            self.chroma.record_stream(stream)
 
 
 def find_videos(sources: tuple[str, ...]) -> list[VideoSource]:
@@ -327,8 +338,12 @@ def planes_of(frame: av.VideoFrame, turns: int = 0) -> Planes:
     luma, chroma = (from_dlpack(plane.__dlpack__()) for plane in frame.planes)
     if luma.dtype != torch.uint8:  # the upper byte holds the upper 8 of 10 bits
         luma, chroma = luma.view(torch.uint8)[:, 1::2], chroma.contiguous().view(torch.uint8)[..., 1::2]
+    luma, chroma, ready = luma.clone(), chroma.clone(), None
+    if luma.is_cuda:
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # of torch's stubs
+        ready.record()
     is_full = frame.color_range == ColorRange.JPEG
-    return Planes(luma=luma.clone(), chroma=chroma.clone(), space=int(frame.colorspace), is_full=is_full, turns=turns)
+    return Planes(luma=luma, chroma=chroma, space=int(frame.colorspace), is_full=is_full, turns=turns, ready=ready)
 
 
 def rgb_images(frames: Sequence[Any]) -> Any:
@@ -347,6 +362,8 @@ def rgb_images(frames: Sequence[Any]) -> Any:
         from components.analyze.colours import rgb_of_planes
     for kind, places in alike.items():
         own = [frames[place] for place in places]
+        for frame in own:
+            frame.wait()
         images = rgb_of_planes([frame.luma for frame in own], [frame.chroma for frame in own], *kind[1:])
         if len(places) == len(frames) and not any(frame.turns for frame in frames):
             return images
