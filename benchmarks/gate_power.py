@@ -29,7 +29,8 @@ def verdict_of(num_images: int, lost: int, gained: int, budget_points: float) ->
     facts: dict[str, Any] = {"runtime": "openvino", "num_images": num_images}
     fp32 = AccuracyRow(precision="fp32", score_pct=FP32_PCT, **facts)
     own = AccuracyRow(precision="int8", score_pct=FP32_PCT + comparison.delta_points, comparison=comparison, **facts)
-    accuracy = AccuracyReport(dataset_digest="", split_digest="", bundle_digest="", rows=(fp32, own))
+    digests = dict.fromkeys(("dataset_digest", "split_digest", "bundle_digest"), "")
+    accuracy = AccuracyReport(rows=(fp32, own), most_frequent_pct=10.0, **digests)
     thresholds = Thresholds(max_drop_points=budget_points)
     return next(check.verdict for check in accuracy_checks(thresholds, accuracy, own))
 

@@ -80,10 +80,7 @@ def _failures(checks: Sequence[GateCheck]) -> str:
 
 
 def _check_thresholds(config: GateConfig, report: Artifact[ReportManifest]) -> None:
-    recorded = report.manifest.config.get("gate")
-    if recorded is None:  # written before reports held a verdict: there is nothing to contradict
-        return
-    shown = Thresholds.recorded(recorded).model_dump()
+    shown = Thresholds.model_validate(report.manifest.config.get("gate", {})).model_dump()
     own = config.model_dump()
     if different := {name: (shown[name], own[name]) for name in own if own[name] != shown[name]}:
         there = " ".join(f"--{name.replace('_', '-')} {shown}" for name, (shown, _) in different.items())

@@ -81,8 +81,6 @@ def _train_for_longer(report: Report, _: GateCheck) -> list[str]:
 
 
 def _after_chance(report: Report, check: GateCheck) -> list[str]:
-    if check.measured is None:
-        return ["Validate again: reports of this version name the most frequent class."]
     if not TASKS[report.accuracy.task].classifies:
         return [f"Train for longer, and see in the data card whether the labels are sound: {check.explanation}."]
     return [

@@ -46,7 +46,6 @@ from components.common.contracts.manifests import (
     seal_of,
 )
 from components.common.contracts.records import (
-    AccuracyReport,
     AccuracyRow,
     BenchmarkReport,
     CalibrationEntry,
@@ -71,7 +70,7 @@ from components.promote.run import run as promote
 from enginery.cli.commands import cli
 from enginery.release.deploy import Pins, environments
 from tests.conftest import Shared
-from tests.unit.measurements import benchmark_row, engine_entry
+from tests.unit.measurements import accuracy_report, benchmark_row, engine_entry
 from tests.unit.refusals import refuses as refuses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -214,7 +213,7 @@ def make_chain(
         ReportManifest,
         inputs={"bundle": bundle.digest, "dataset": data.digest},
         config=StepConfig(),
-        accuracy=AccuracyReport(rows=(fp32, *int8), split_digest=split_digest, **digests),
+        accuracy=accuracy_report(fp32, *int8, split_digest=split_digest, **digests),
         benchmark=BenchmarkReport(bundle_digest=bundle.digest, rows=(speed,)),
     )
     # The right thresholds for any chain, so that the verdict follows from the report, as everybody checks.

@@ -419,7 +419,9 @@ def load_manifest(file: Path, manifest: type[AnyManifest]) -> Artifact[AnyManife
     """
     path, kind = file.parent, manifest.model_fields["kind"].default
     data = read_manifest(file, kind)
-    claimed = migrated(claims_of(data), file, kind)
+    claimed = claims_of(data)
+    if claimed:
+        _check_version(claimed, file, kind)
     try:
         record = manifest.model_validate(claimed) if claimed else manifest.model_validate_json(data)
     except ValidationError as error:
@@ -462,7 +464,7 @@ def check_task(what: str, found: TaskName, needed: TaskName, fix: str) -> None:
 
 
 MAX_MANIFEST_BYTES = 8 << 20  # tens of thousands of files; JSON may take 25 times as much in memory
-SCHEMA_VERSION = 2  # of manifests; 1 had no seal, and `migrated` reads it
+SCHEMA_VERSION = 2  # of manifests; 1 had no seal, and no release wrote it
 # Kind of an artifact -> the step that writes it.
 _STEPS = {
     "dataset": "preprocess",
@@ -542,23 +544,21 @@ def first_problem(error: ValidationError) -> str:
     return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
 
 
-def migrated(record: dict[str, Any], file: Path, kind: str) -> dict[str, Any]:
-    """A manifest in today's schema.
+def _check_version(record: dict[str, Any], file: Path, kind: str) -> None:
+    """Check that a manifest is of today's schema.
 
     Raises:
-        UserError: its schema version is unknown.
+        UserError: its schema version is another.
     """
-    if not record:
-        return record
     version = record.get("schema_version")
-    if type(version) is int and 1 <= version <= SCHEMA_VERSION:  # true is an int, too
-        return {**record, "schema_version": SCHEMA_VERSION}  # 1 is the same without a seal
-    newer = type(version) is int and version > SCHEMA_VERSION
+    if type(version) is int and version == SCHEMA_VERSION:
+        return
+    newer = type(version) is int and version > SCHEMA_VERSION  # true is an int, too
     wrote = ": a newer enginery wrote it. Update enginery (git pull, then make install), or"
     found = "none" if version is None else json.dumps(version)
     raise UserError(
-        f"{file} has schema_version {found}, and this enginery reads the numbers 1 to {SCHEMA_VERSION}"
-        f"{wrote if newer else '. No enginery wrote it so;'} {how_to_renew(kind)}",
+        f"{file} has schema_version {found}, and this enginery reads {SCHEMA_VERSION}"
+        f"{wrote if newer else '. No released enginery wrote it so;'} {how_to_renew(kind)}",
         code="unknown-schema-version",
     )
 
@@ -577,8 +577,6 @@ def check_seal(data: bytes, file: Path, kind: str) -> None:
 
 def _seal_problem(record: dict[str, Any], data: bytes) -> str:
     seal = record.get("seal")
-    if record.get("schema_version") == 1:
-        return "" if "seal" not in record else f"it says schema_version 1, which had no seal, and has the seal {seal}"
     try:
         if seal == seal_of(record):
             return "" if data == canonical_json(record) else "its content is the same, its layout is not"

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from statistics import NormalDist
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from components.common.contracts.environment import Environment
 from components.common.contracts.statistics import (
@@ -366,10 +366,7 @@ class Trial(Int8Form):
     )
     score_pct: float = Field(description="On these images, which are training images.")
     delta_points: float = Field(description="Score minus that of FP32 on the same images, in percentage points.")
-    low_points: float = Field(
-        description="Lower end of the one-sided 95 % interval of that difference (Tango, 1998); up to version 0.1 of "
-        "the two-sided one."
-    )
+    low_points: float = Field(description="Lower end of the one-sided 95 % interval of that difference (Tango, 1998).")
     high_points: float = Field(description="Upper end, likewise.")
     agreement_pct: float = Field(description="Images on which FP32 predicts the same class, in per cent.")
     within_budget: bool
@@ -480,17 +477,6 @@ class PairedComparison(Record):
             return f"{self.num_lost:,} lost and {self.num_gained:,} gained {of_all}"
         return f"worse on {self.num_lost:,} and better on {self.num_gained:,} {of_all}"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read_old_intervals(cls, value: Any) -> Any:
-        """Manifests up to version 0.1 have two other intervals, and the counts that this one follows from."""
-        if not isinstance(value, dict) or "low_points" not in value:
-            return value
-        old = {f"{method}{end}_points" for method in ("", "bootstrap_") for end in ("low", "high")}
-        counts = value["num_images"], value["num_lost"], value["num_gained"]
-        ends = {"drop_lower_points": drop_lower(*counts), "drop_upper_points": drop_upper(*counts)}
-        return {name: entry for name, entry in value.items() if name not in old} | ends
-
 
 class ClassLoss(Record):
     """One class that a precision recognizes less often than FP32 does."""
@@ -579,10 +565,8 @@ class AccuracyReport(Record):
     signatures: dict[str, str] = Field({}, description="Of BLEU and chrF, by sacrebleu; empty for images.")
     num_near_duplicates: int = Field(0, description="Validation images with a known near-duplicate in training.")
     most_frequent_class: str = Field("", description="The class with most validation images; empty for detection.")
-    most_frequent_pct: float | None = Field(
-        None,
-        description="Score of a model that always answers it, such as its share of the validation images. None in "
-        "reports up to version 0.1.",
+    most_frequent_pct: float = Field(
+        description="Score of a model that always answers it, such as its share of the validation images."
     )
 
     @property
@@ -783,19 +767,13 @@ def measures(accuracy: AccuracyReport, benchmark: BenchmarkReport) -> dict[str, 
 class GateCheck(Record):
     """One threshold: what was measured, what is allowed, and whether it holds."""
 
-    name: Annotated[str, BeforeValidator(lambda name: _RENAMED_CHECKS.get(name, name))]
+    name: Annotated[str, AfterValidator(lambda name: _RENAMED_CHECKS.get(name, name))]
     measured: float | None = Field(description="None where it was not measured.")
     threshold: float
     verdict: Literal["pass", "fail", "not enough evidence"] = Field(
         description='"not enough evidence": nothing was measured, or too little to tell pass from fail.'
     )
     explanation: str
-
-    @field_validator("verdict", mode="before")
-    @classmethod
-    def _read_old_word(cls, value: Any) -> Any:
-        """Manifests up to version 0.1 say "not measured" for what is one case of "not enough evidence" now."""
-        return "not enough evidence" if value == "not measured" else value
 
 
 class Recommendation(Record):

@@ -117,7 +117,7 @@ def add_file(name: str) -> Edit:
     ("change", "code", "said"),
     [
         (lambda record: record.update(schema_version=3), "unknown-schema-version", "a newer enginery wrote it. Update"),
-        (lambda record: record.update(schema_version=0), "unknown-schema-version", "write it again with `python -m "),
+        (lambda record: record.update(schema_version=1), "unknown-schema-version", "write it again with `python -m "),
         (lambda record: record.pop("schema_version"), "unknown-schema-version", "schema_version none"),
         (lambda record: record.update(schema_version="2"), "unknown-schema-version", 'schema_version "2"'),
         (lambda record: record.update(schema_version=True), "unknown-schema-version", "schema_version true"),
@@ -150,7 +150,6 @@ def test_a_manifest_that_cannot_be_trusted(sealed: Path, change: Edit, code: str
         lambda record: record["environment"].update(python="2.7"),
         lambda record: record.update(seal=""),
         lambda record: record.pop("seal"),
-        lambda record: record.update(schema_version=1, version="2"),  # version 1 had no seal
     ],
 )
 def test_an_edited_manifest_does_not_fit_its_seal(sealed: Path, change: Edit) -> None:
@@ -176,16 +175,6 @@ def test_a_manifest_of_other_bytes(sealed: Path, change: Callable[[str], str], c
     assert change(text) != text
     (sealed / MANIFEST).write_text(change(text))
     assert refusal(sealed)[:2] == (code, 1)
-
-
-def test_a_manifest_of_version_1_is_migrated(sealed: Path) -> None:
-    now = load(sealed, PromotionManifest).manifest
-    edit(sealed, lambda record: record.update(schema_version=1) or record.pop("seal"))
-    old = load(sealed, PromotionManifest)
-    assert old.manifest.model_dump(exclude={"seal"}) == now.model_dump(exclude={"seal"})
-    assert old.digest == digest_bytes((sealed / MANIFEST).read_bytes())  # still known by what is on disk
-    (sealed / "a.bin").write_bytes(b"longer than before")
-    assert refusal(sealed)[0] == "damaged-artifact"
 
 
 def test_damaged_files_are_found(sealed: Path, tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from components.common.contracts.digests import canonical_json
 from components.common.contracts.errors import GateFailed
 from components.common.contracts.instruction_sets import instruction_set
-from components.common.contracts.manifests import ReportManifest, VerdictManifest, load, seal, seal_of
+from components.common.contracts.manifests import ReportManifest, VerdictManifest, load, seal
 from components.common.contracts.records import AccuracyRow, BenchmarkReport, CpuModel, Recommendation
 from components.common.contracts.verdict import Thresholds
 from components.common.process.steplog import StepLog
@@ -135,21 +134,6 @@ def test_what_was_not_measured_fails_with_a_verdict(tmp_path: Path, fp32: float 
     said, verdict = judged(report(tmp_path / "report", accuracy_row("fp32", fp32), accuracy_row("int8", int8)))
     assert "was not measured here: needs TensorRT" in said
     assert not verdict.passed
-
-
-def test_a_verdict_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    """Without the settings and fields that came later, and with "not measured" as a verdict."""
-    judged(report(tmp_path / "report", compared_row(0)))
-    file = tmp_path / "verdict of report" / "manifest.json"
-    old = json.loads(file.read_text())
-    del old["recommendation"]
-    old["passed"], old["checks"] = False, [{**old["checks"][0], "measured": None, "verdict": "not measured"}]
-    old["config"] = {"precision": "int8", "max_drop_points": 0.5, "min_relative_score_pct": 99.0}
-    file.write_bytes(canonical_json({**old, "seal": seal_of(old)}))
-    verdict = load(file.parent, VerdictManifest).manifest
-    assert (verdict.checks[0].verdict, verdict.recommendation) == ("not enough evidence", None)
-    assert verdict.word == "not enough evidence"
-    assert Thresholds.recorded(old["config"]) == Thresholds(confident=False, require_above_chance=False)
 
 
 def test_a_report_of_other_thresholds_is_refused_with_both_ways_out(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from components.common.contracts.environment import environment
 from components.common.contracts.errors import UserError
-from components.common.contracts.records import AccuracyReport, AccuracyRow, BenchmarkReport
 from enginery.local.runs import find_summary
 from enginery.local.summary import RunSummary, SummaryBuilder
 from enginery.registry.compare import compare
+from tests.unit.measurements import accuracy_report, accuracy_row, benchmark_report
 from tests.unit.registered import enginery, refuses
 from tests.unit.runs import precision_row, run_summary, write_run
 
@@ -93,7 +93,7 @@ def test_digest_of_a_summary_without_one_comes_from_the_report(home: Path) -> No
     first = find_summary(FIRST, home / "runs")
     unknown = compare([first, find_summary("old", home / "runs")])
     assert unknown.warnings == ("the validation images of B are not known: their report is gone",)
-    report = AccuracyReport(dataset_digest="d", split_digest=first.split_digest, bundle_digest="b", rows=())
+    report = accuracy_report(accuracy_row("fp32", 90.0), split_digest=first.split_digest)
     folder = directory / "artifacts" / "old-1" / "validate" / "report"
     folder.mkdir(parents=True)
     (folder / "accuracy.json").write_text(report.model_dump_json())
@@ -116,12 +116,12 @@ def test_summary_builder_keeps_the_digests_of_the_report(tmp_path: Path) -> None
     builder = SummaryBuilder(0.0)
     fields = run_summary(tmp_path).model_dump(exclude_unset=True)
     assert builder.summary(**fields).split_digest == ""
-    measured = AccuracyRow(precision="fp32", runtime="openvino", score_pct=90.0)
-    accuracy = AccuracyReport(dataset_digest="d", split_digest="s", bundle_digest="b", rows=(measured,))
-    benchmark = BenchmarkReport(bundle_digest="b", rows=())
-    builder.handle({"event": "results", "accuracy": accuracy.model_dump(), "benchmark": benchmark.model_dump()})
+    accuracy = accuracy_report(accuracy_row("fp32", 90.0))
+    builder.handle(
+        {"event": "results", "accuracy": accuracy.model_dump(), "benchmark": benchmark_report().model_dump()}
+    )
     made = builder.summary(**fields)
-    assert (made.dataset_digest, made.split_digest, made.bundle_digest) == ("d", "s", "b")
+    assert (made.dataset_digest, made.split_digest, made.bundle_digest) == ("d", "s", "sha256:b")
 
 
 def test_command_compare(home: Path) -> None:

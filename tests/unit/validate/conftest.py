@@ -306,6 +306,7 @@ def make_report(num_classes: int, *, num_epochs: int = 3) -> Report:
             dataset_digest=digest(1),
             split_digest=digest(2),
             bundle_digest=digest(3),
+            most_frequent_pct=10.0,
             rows=(
                 accuracy_row("fp32", fp32, fp32, classes),
                 accuracy_row("fp16", fp32, fp16, classes),
