@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from components.common.contracts.digests import digest_file, digest_json
-from components.common.contracts.errors import EngineryError
+from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import (
     Artifact,
     BundleManifest,
@@ -84,6 +84,13 @@ Graphs = tuple[onnx.ModelProto, onnx.ModelProto]  # of encoder and step
 
 def run(config: ExportConfig, log: StepLog, *, model: Path, data: Artifact[DatasetManifest], output: Path) -> str:
     """Export, calibrate and quantize. See the package's docstring."""
+    if config.calibration_method not in ("auto", *_METHODS):
+        raise UserError(
+            f"export.calibration_method {config.calibration_method} is about networks of images; take auto or one of "
+            f"{', '.join(_METHODS)}",
+            code="other-task",
+            setting="export.calibration_method",
+        )
     checkpoint = load(model, CheckpointManifest, verify=(".safetensors",))
     record, text = checkpoint.manifest, data.manifest.text_spec
     check_task(f"the checkpoint {model}", record.task, data.manifest.task, "name one of the dataset's task")

@@ -186,6 +186,13 @@ def check_measurements(arguments: Mapping[str, Any], *, in_containers: bool = Fa
         raise _refusal("export.tensorrt", f"plans are asked for (on), but {no_plans}. Set it to auto")
     if runtime.runs_plans and no_plans:
         raise _refusal("validate.runtime", f"{runtime.label} is asked for, but {no_plans}. Set it to auto")
+    for setting, is_set, off in (
+        ("export.calibration_method", arguments.get("calibration_method") == "smoothquant", "auto"),
+        ("validate.corruptions", validate.corruptions, "false"),
+        ("gate.max_class_drop_points", thresholds.max_class_drop_points > 0, "0"),
+    ):
+        if is_set and _is_text(arguments):
+            raise _refusal(setting, f"it is about networks of images, and this one translates. Set it to {off}")
     for setting, asks, off in (
         ("gate.precision", thresholds.precision == "fp16", "int8"),
         ("gate.min_speedup_fp16", thresholds.min_speedup_fp16 > 0, "0"),
@@ -239,7 +246,8 @@ def check_validation(arguments: Mapping[str, Any], num_train: int, *, num_val: i
     thresholds = _thresholds(arguments)
     needed: float = thresholds.min_validation_images
     why, allow = f"gate.min_validation_images is {needed:,}", f"--set gate.min_validation_images={num_val}"
-    is_share = TASKS[task_of(str(arguments.get("architecture") or ""))].classifies
+    task = TASKS[task_of(str(arguments.get("architecture") or ""))]
+    is_share, unit = task.classifies, task.unit
     if thresholds.confident and is_share:
         budget = thresholds.max_drop_points
         if thresholds.min_relative_score_pct > 0:
@@ -257,9 +265,9 @@ def check_validation(arguments: Mapping[str, Any], num_train: int, *, num_val: i
     share = math.ceil(100 * needed / total) / 100 if needed < math.inf else 1.0
     more = f"--set preprocess.val_fraction={share:g} where the data has no val/ of its own" if share <= 0.5 else ""
     least = f"at least {needed:,} are needed" if needed < math.inf else "no number is enough"
-    fixes = ", ".join(filter(None, ("more images" if needed < math.inf else "", more)))
+    fixes = ", ".join(filter(None, (f"more {unit}" if needed < math.inf else "", more)))
     raise UserError(
-        f"{num_val:,} of the {total:,} images validate, and {least}: {why}. "
+        f"{num_val:,} of the {total:,} {unit} validate, and {least}: {why}. "
         f"Give {f'{fixes}, or ' if fixes else ''}{allow}",
         code="too-few-validation-images",
         setting="gate.min_validation_images",

@@ -129,8 +129,8 @@ def _opened(
     file = baseline_file(precision)
     if file not in files:
         raise UserError(
-            f"{name} has no baseline of {precision.upper()}: it was not validated, or by an enginery before 0.2. "
-            "Validate and promote the model again, and serve that version",
+            f"{name} has no baseline of {precision.upper()}: it translates, or was not validated, or by an enginery "
+            "before 0.2. Validate and promote a model of images again, and serve that version",
             code="no-baseline",
         )
     entry = files[file]

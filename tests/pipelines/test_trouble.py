@@ -12,8 +12,10 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
+from enginery.datasets.phrases import write_phrases
 from enginery.local.preflight import _MAX_UNPACKED_BYTES
 from tests.unit.refusals import refuses
+from tests.unit.registered import enginery
 
 from .conftest import OpenRecord
 from .running import finish, hold_in, query, start
@@ -64,6 +66,20 @@ def test_too_few_validation_images_that_could_not_be_counted_before(
     assert list(temporary.iterdir()) == []
     assert "is checked after preprocess" in text
     assert "120 of the 600 images validate, and at least 1,000 are needed" in text
+    (summary,) = [json.loads(path.read_text()) for path in home.glob("runs/*/summary.json")]
+    assert "train" not in {step["name"] for step in summary["steps"]}
+
+
+def test_too_few_validation_sentences_end_a_run_before_its_training(
+    tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home := tmp_path / "home").mkdir()
+    shutil.copy(empty_store, home / "mlflow.db")
+    monkeypatch.setenv("ENGINERY_HOME", str(home))
+    write_phrases(tmp_path / "data", num_pairs=300)
+    done = enginery("run", "translation", "--data", tmp_path / "data", "--architecture", "translation/lstm_small")
+    assert done.exit_code == 2
+    assert "60 of the 300 sentences validate, and at least 100 are needed" in done.output
     (summary,) = [json.loads(path.read_text()) for path in home.glob("runs/*/summary.json")]
     assert "train" not in {step["name"] for step in summary["steps"]}
 

@@ -270,6 +270,21 @@ def test_what_would_not_be_measured_is_refused(
         check_measurements(run, in_containers=True)
 
 
+@pytest.mark.parametrize(
+    ("setting", "arguments"),
+    [
+        ("export.calibration_method", {"calibration_method": "smoothquant"}),
+        ("validate.corruptions", {"validate": {"corruptions": True}}),
+        ("gate.max_class_drop_points", {"gate": {"max_class_drop_points": 1.0}}),
+    ],
+)
+def test_what_is_about_images_is_refused_of_a_translator(setting: str, arguments: dict[str, Any]) -> None:
+    run = {"gate": {}, "export": {}, "validate": {}, **arguments}
+    check_measurements(run, in_containers=True)
+    with refuses("not-measured-here", setting):
+        check_measurements({**run, "architecture": "translation/lstm_small"}, in_containers=True)
+
+
 def test_a_limit_on_degraded_images_needs_them() -> None:
     run = {"gate": {"max_corrupted_drop_points": 2.0}, "export": {}, "validate": {"corruptions": True}}
     check_measurements(run, in_containers=True)

@@ -123,6 +123,12 @@ def test_memory_that_runs_out_is_named(
     assert fix in str(caught.value)
 
 
+def test_a_method_of_other_networks_is_refused(translator: Chain, tmp_path: Path) -> None:
+    config, source = resolve(ExportConfig, "export", {"calibration_method": "smoothquant"}), translator.checkpoint
+    with refuses("other-task", "export.calibration_method"):
+        export(config, StepLog("test"), model=source, dataset=translator.dataset, output=tmp_path / "bundle")
+
+
 def test_another_vocabulary_is_refused(translator: Chain, tmp_path: Path) -> None:
     other = shutil.copytree(translator.dataset, tmp_path / "other")
     replace_file(other, "vocabulary.model", b"\x00" + (other / "vocabulary.model").read_bytes())
