@@ -61,8 +61,6 @@ def show(checked: "Verification") -> None:
     lines = {"release": f"{record.label}{aliases}, {record.architecture}, {record.precision.upper()}, {record.created}"}
     lines |= record.digests
     lines["gate"] = f"{checked.word}: {'; '.join(check.explanation for check in checked.checks)}"
-    if (forced := record.forced) is not None:
-        lines["gate"] = f"NOT PASSED; {forced.who} overruled it, {forced.when}: {forced.why}"
     lines |= {"files": f"{checked.num_files}, as SHA256SUMS lists them", "signature": checked.signature}
     for name, text in lines.items():
         echo(f"{name + ':':<10} {text}")

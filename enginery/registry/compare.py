@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -104,25 +103,11 @@ def _differences(labels: Sequence[str], entries: Sequence[Mapping[str, str]]) ->
 
 
 def _digests(summary: RunSummary) -> dict[str, str]:
-    """Return the digests of dataset, validation split and bundle, of an older version's summary from its report."""
-    names = {"dataset": "dataset_digest", "validation split": "split_digest", "bundle": "bundle_digest"}
-    found = {name: str(getattr(summary, key)) for name, key in names.items()}
-    if not found["validation split"]:
-        report = _report(Path(summary.run_directory))
-        found = {name: str(report.get(key, "")) for name, key in names.items()}
-    return found
-
-
-def _report(run_directory: Path) -> dict[str, Any]:
-    """The accuracy.json that validate wrote; {} where it is gone."""
-    for file in sorted(run_directory.glob("artifacts/*/validate*/**/accuracy.json")):
-        try:
-            report = json.loads(file.read_bytes())
-        except (OSError, ValueError):
-            continue  # partly written, or taken away meanwhile: as good as not there
-        if isinstance(report, dict):
-            return report
-    return {}
+    return {
+        "dataset": summary.dataset_digest,
+        "validation split": summary.split_digest,
+        "bundle": summary.bundle_digest,
+    }
 
 
 def _versions(summary: RunSummary) -> dict[str, str]:
@@ -145,7 +130,7 @@ def _warnings(runs: Sequence[ComparedRun], splits: Sequence[str]) -> list[str]:
         text = " and ".join("/".join(names) for names in groups.values())
         warnings.append(f"the validation {unit} differ between {text}: their scores can't be compared")
     if unknown := [run.label for run, split in measured if not split]:
-        warnings.append(f"the validation {unit} of {', '.join(unknown)} are not known: their report is gone")
+        warnings.append(f"the validation {unit} of {', '.join(unknown)} are not known")
     for precision in PRECISIONS:
         rows = [run.rows[precision] for run in runs if precision in run.rows]
         devices = {row.device for row in rows if row.device}

@@ -52,14 +52,6 @@ ROOT_FILES = (RECORD, BOM, CARD, *MODEL_FILES)  # what SUMS lists besides the th
 REQUIRED = (*ROOT_FILES, *(f"{part}/{MANIFEST}" for part in (BUNDLE, REPORT, VERDICT)))
 
 
-class Forced(Record):
-    """Who overruled the gate."""
-
-    who: str
-    when: str
-    why: str
-
-
 class ReleaseRecord(Record):
     """release.json: which model this is."""
 
@@ -75,7 +67,7 @@ class ReleaseRecord(Record):
     architecture: str
     precision: Precision = Field(description="What `mlflow.pyfunc.load_model` runs.")
     passed: bool = Field(description="Whether the verdict is a pass.")
-    forced: Forced | None = Field(None, description="In releases up to version 0.1: who overruled the verdict.")
+    forced: None = Field(None, description="Of version 0.1.0, which wrote nothing else.")
     digests: dict[str, str] = Field(
         description="Manifest digests of dataset, model (what was exported), bundle, report and verdict."
     )
@@ -418,8 +410,8 @@ def _record_problems(folder: Path, record: ReleaseRecord, chain: Chain) -> Itera
     passed = chain.verdict.manifest.passed
     if record.passed != passed:
         yield f"{RECORD} says passed {json.dumps(record.passed)}, and the verdict says {json.dumps(passed)}"
-    if not passed and record.forced is None:
-        yield "verdict/manifest.json is not a pass, and nobody is recorded to have overruled it"
+    if not passed:
+        yield "verdict/manifest.json is not a pass"
     if record.precision != chain.verdict.manifest.served_precision:
         yield f"{RECORD} says {record.precision}, and the verdict's choice is {chain.verdict.manifest.served_precision}"
     if record.architecture != chain.bundle.manifest.architecture:
