@@ -6,7 +6,6 @@ from PIL import Image
 
 from components.common.contracts.transforms import TransformSpec
 from components.common.tasks import TASKS, predictions_of, task_of
-from components.common.tasks.predictions import ScoreDrop
 from components.common.tasks.segmentation.predictions import VOID, MaskPredictions
 
 CLASSES = ("background", "circle", "square", "never")
@@ -67,44 +66,6 @@ def test_nan_predicts_nothing() -> None:
     found = MaskPredictions.of(own, masks)
     assert found.num_undefined == 1
     assert found.per_image.tolist() == pytest.approx([100.0, 0.0, 100.0, 100.0])
-
-
-def test_a_worse_model_is_seen_to_be_worse_and_an_equal_one_loses_nothing() -> None:
-    masks = labels(200)
-    fp32, worse = (MaskPredictions.of(outputs(masks, wrong), masks) for wrong in (0.05, 0.10))
-    found = worse.comparison(fp32)
-    assert found.delta_points == pytest.approx(worse.score_pct - fp32.score_pct)
-    assert found.drop_lower_points > 0
-    assert found.mcnemar_p < 1e-6
-    assert found.num_lost > 150 > found.num_gained
-    same = fp32.comparison(fp32)
-    assert (same.drop_lower_points, same.drop_upper_points, same.mcnemar_p) == (0.0, 0.0, 1.0)
-    changes = worse.by_class(fp32, len(CLASSES))
-    assert (changes.p_values[:3] < 0.01).all()
-    assert np.isnan(changes.p_values[3])
-    assert np.isnan(changes.own_pct[3])
-
-
-def test_the_interval_covers_the_difference_of_many_images_as_often_as_it_says() -> None:
-    """Of 200 samples of 40 images the one-sided 95 % interval misses the true drop in about 10."""
-    masks = labels(2000, side=24)
-    fp32, own = (MaskPredictions.of(outputs(masks, wrong, seed), masks) for wrong, seed in ((0.10, 1), (0.12, 2)))
-    truth = fp32.score_pct - own.score_pct
-    random, missed = np.random.default_rng(5), 0
-    for _ in range(200):
-        which = random.choice(2000, 100)
-        missed += own.select(which).comparison(fp32.select(which)).drop_upper_points < truth
-    assert 3 <= missed <= 20
-
-
-def test_a_drop_on_more_images_is_known_better() -> None:
-    masks = labels(100)
-    fp32, own = (MaskPredictions.of(outputs(masks, wrong), masks) for wrong in (0.05, 0.06))
-    few, many = own.drop(fp32, 100), own.drop(fp32, 400)
-    assert isinstance(few, ScoreDrop)
-    assert few.points == pytest.approx(fp32.score_pct - own.score_pct)
-    assert many.points < few.points  # at best
-    assert few.proved(100, 1.0) > few.proved(10_000, 1.0) > few.points
 
 
 def test_what_is_shown_of_images_that_differ() -> None:

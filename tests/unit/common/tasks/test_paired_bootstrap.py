@@ -1,0 +1,81 @@
+"""The paired bootstrap of scores that are no share of images: of boxes, masks and sentences."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from components.common.tasks.predictions import Predictions, ScoreDrop
+from components.common.tasks.segmentation.predictions import MaskPredictions
+from components.common.tasks.translation.predictions import TextPredictions
+from tests.unit.common.tasks import test_box_predictions, test_mask_predictions
+from tests.unit.common.tasks.test_text_predictions import RIGHTS, disturbed, references
+
+Predict = Callable[..., Predictions]
+
+
+def boxes(num_images: int, noise: float, seed: int = 1) -> Predictions:
+    return test_box_predictions.predicted(test_box_predictions.labels(num_images), noise, seed)
+
+
+def masks(num_images: int, wrong: float, seed: int = 1) -> Predictions:
+    labels = test_mask_predictions.labels(num_images, side=24 if num_images > 1000 else 48)
+    return MaskPredictions.of(test_mask_predictions.outputs(labels, wrong, seed), labels)
+
+
+def sentences(num: int, share: float, seed: int = 1) -> Predictions:
+    texts = references(num // len(RIGHTS))
+    return TextPredictions.of_texts(disturbed(texts, share, seed), texts, "en")
+
+
+@pytest.mark.parametrize(
+    ("predict", "num_images", "wrong"),
+    [(boxes, 300, (1.0, 1.6)), (masks, 200, (0.05, 0.10)), (sentences, 192, (0.05, 0.10))],
+)
+def test_a_worse_model_is_seen_to_be_worse_and_an_equal_one_loses_nothing(
+    predict: Predict, num_images: int, wrong: tuple[float, float]
+) -> None:
+    fp32, worse = (predict(num_images, share) for share in wrong)
+    found = worse.comparison(fp32)
+    assert found.delta_points == pytest.approx(worse.score_pct - fp32.score_pct)
+    assert 0 < found.drop_lower_points < -found.delta_points < found.drop_upper_points
+    assert found.mcnemar_p < 1e-6
+    assert found.num_lost > 2 * found.num_gained
+    assert (found.mcnemar_test, found.num_images) == ("bootstrap", num_images)
+    same = fp32.comparison(fp32)
+    assert (same.drop_lower_points, same.drop_upper_points, same.mcnemar_p) == (0.0, 0.0, 1.0)
+    few, many = worse.drop(fp32, num_images), worse.drop(fp32, 10 * num_images)
+    assert isinstance(few, ScoreDrop)
+    assert many.points < few.points == pytest.approx(-found.delta_points)  # at best
+    assert few.proved(num_images, 1.0) > few.proved(100 * num_images, 1.0) > few.points
+    assert worse.score_low_pct < worse.score_pct
+
+
+@pytest.mark.parametrize(("predict", "num_images", "wrong"), [(boxes, 300, (1.0, 1.6)), (masks, 200, (0.05, 0.10))])
+def test_each_class_that_is_worse_is_seen_to_be(predict: Predict, num_images: int, wrong: tuple[float, float]) -> None:
+    fp32, worse = (predict(num_images, share) for share in wrong)
+    changes = worse.by_class(fp32, 4)
+    assert (changes.p_values[:3] < 0.01).all()
+    assert np.isnan([changes.p_values[3], changes.own_pct[3]]).all()
+    assert np.nanmean(changes.own_pct) == pytest.approx(worse.score_pct)
+    assert changes.num_images[3] == 0 < changes.num_lost[0]
+
+
+@pytest.mark.parametrize(
+    ("predict", "wrong", "num_samples", "sample_size", "least", "most"),
+    [
+        (boxes, (1.0, 1.2), 40, 100, 0, 6),
+        (masks, (0.10, 0.12), 200, 100, 3, 20),
+        (sentences, (0.10, 0.12), 100, 50, 1, 11),
+    ],
+)
+def test_the_interval_covers_the_difference_of_many_images_as_often_as_it_says(
+    predict: Predict, wrong: tuple[float, float], num_samples: int, sample_size: int, least: int, most: int
+) -> None:
+    """The one-sided 95 % interval of a sample misses the true drop in about 5 of 100."""
+    fp32, own = (predict(2000, share, seed) for seed, share in enumerate(wrong, 1))
+    truth, random, missed = fp32.score_pct - own.score_pct, np.random.default_rng(5), 0
+    for _ in range(num_samples):
+        which = random.choice(2000, sample_size)
+        missed += own.select(which).comparison(fp32.select(which)).drop_upper_points < truth
+    assert least <= missed <= most
