@@ -5,6 +5,7 @@ memory, and no line beyond MAX_LINE_BYTES.
 """
 
 import gzip
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +30,13 @@ _CHUNK_BYTES = 1 << 16
 _MAX_XML_TOKEN = 1 << 23  # bytes of a tag; text comes in pieces
 _MAX_DEPTH = 100  # of elements within each other, of which the parser keeps the names
 _MARKUP = ("bpt", "ept", "it", "ph", "ut")  # of TMX: codes of the text's own format, which are no part of the sentence
-_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x00\x00\xfe\xff": "UTF-32"}
+# How files begin that are not UTF-8: with a mark, or with Latin letters of two bytes each.
+_WIDE = {
+    re.compile(rb"\xff\xfe\0\0|\0\0\xfe\xff"): "UTF-32",
+    re.compile(rb"\xff\xfe|\xfe\xff"): "UTF-16",
+    re.compile(rb"[^\0]\0[^\0]\0"): "UTF-16LE",
+    re.compile(rb"\0[^\0]\0[^\0]"): "UTF-16BE",
+}
 
 
 class Pair(NamedTuple):
@@ -161,8 +168,8 @@ def _lines(opener: Callable[[], BinaryIO], where: str) -> Iterator[tuple[str, st
 
 def _refuse_utf16(raw: bytes, where: str) -> None:
     """A file of two or four bytes a character has no line that could be used."""
-    for bom, name in _BOMS.items():
-        if raw.startswith(bom):
+    for start, name in _WIDE.items():
+        if start.match(raw):
             raise UserError(
                 f"{where} is {name}, and UTF-8 is needed; convert it: iconv -f {name} -t UTF-8 FILE > OTHER",
                 code="not-utf8",

@@ -332,13 +332,16 @@ def test_xml_that_is_hostile_or_damaged(tmp_path: Path, content: bytes) -> None:
         packed(tmp_path / "text.tmx", tmp_path / "out")
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-16-le", "utf-32"])
 def test_other_encodings_of_a_whole_file(tmp_path: Path, encoding: str) -> None:
     text = "".join(f"{source}\t{target}\n" for source, target in PAIRS)
     (tmp_path / "text.tsv").write_bytes(text.encode(encoding))
-    with refuses("no-usable-pair" if encoding == "utf-16-be" else "not-utf8", "data") as caught:
+    with refuses("not-utf8", "data") as caught:
         packed(tmp_path / "text.tsv", tmp_path / "out")
     assert "text.tsv" in str(caught.value)
+    convert = re.search(r"iconv -f (\S+) ", str(caught.value))
+    assert convert is not None
+    assert PAIRS[0][0] in text.encode(encoding).decode(convert[1])
 
 
 def test_line_ends_of_all_systems_and_a_mark_at_the_start(tmp_path: Path) -> None:
