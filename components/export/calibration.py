@@ -222,11 +222,8 @@ def compute_scale(histogram: Histogram, method: str, percentile: float = 99.99) 
 def _percentile_amax(histogram: Histogram, percentile: float) -> float:
     """The magnitude below which `percentile` % of all values (zeros included) lie, linear inside a bin."""
     if not 0.0 < percentile <= 100.0:
-        raise EngineryError(
-            f"calibration: percentile is {percentile}, expected 0 < percentile <= 100 (usual: 99.99).",
-            code="wrong-percentile",
-            setting="calibration_percentile",
-        )
+        message = f"calibration: percentile is {percentile}, expected 0 < percentile <= 100 (usual: 99.99)."
+        raise EngineryError(message, code="wrong-percentile", setting="calibration_percentile")
     below = np.cumsum(histogram.counts)
     target = percentile / 100.0 * below[-1]
     index = int(np.searchsorted(below, target))

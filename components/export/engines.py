@@ -134,11 +134,8 @@ def build_engine(
     """
     _check_precision(precision)
     if not 0 <= optimization_level <= 5:
-        raise UserError(
-            f"optimization_level must be 0 (quick build) to 5 (fastest engine), got {optimization_level}",
-            code="wrong-optimization-level",
-            setting="optimization_level",
-        )
+        message = f"optimization_level must be 0 (quick build) to 5 (fastest engine), got {optimization_level}"
+        raise UserError(message, code="wrong-optimization-level", setting="optimization_level")
     if not onnx_path.is_file():
         raise UserError(f"there is no ONNX file {onnx_path} to build the {precision} engine from", code="onnx-missing")
     trt = load_tensorrt()

@@ -89,17 +89,11 @@ def check_file(model: Path, architecture: str) -> None:
         )
     suffix = model.suffix.lower()
     if suffix in WEIGHT_SUFFIXES and not architecture:
-        raise UserError(
-            f"{model} holds weights only: name their architecture, such as --architecture resnet50",
-            code="architecture-missing",
-            setting="architecture",
-        )
+        message = f"{model} holds weights only: name their architecture, such as --architecture resnet50"
+        raise UserError(message, code="architecture-missing", setting="architecture")
     if suffix not in (".onnx", *WEIGHT_SUFFIXES):
-        raise UserError(
-            f"{model} is neither .onnx nor weights ({', '.join(WEIGHT_SUFFIXES)})",
-            code="unknown-model-format",
-            setting="model",
-        )
+        message = f"{model} is neither .onnx nor weights ({', '.join(WEIGHT_SUFFIXES)})"
+        raise UserError(message, code="unknown-model-format", setting="model")
     refuse_lfs_pointer(model)
 
 

@@ -93,14 +93,8 @@ def _check_complete(parts: Sequence[Artifact[DatasetPartManifest]]) -> None:
             f"the part {twice[0]} is given twice; name each part once", code="part-twice", setting="merge.parts"
         )
     if missing := sorted(wanted - set(given)):
-        raise UserError(
-            f"of {num_parts} parts {', '.join(missing[:5])} is missing; pack it with --part {missing[0]}",
-            code="missing-part",
-            setting="merge.parts",
-        )
+        message = f"of {num_parts} parts {', '.join(missing[:5])} is missing; pack it with --part {missing[0]}"
+        raise UserError(message, code="missing-part", setting="merge.parts")
     if foreign := sorted(set(given) - wanted):
-        raise UserError(
-            f"{foreign[0]} is no part of {num_parts} parts; pack all parts with the same number of parts",
-            code="foreign-part",
-            setting="merge.parts",
-        )
+        message = f"{foreign[0]} is no part of {num_parts} parts; pack all parts with the same number of parts"
+        raise UserError(message, code="foreign-part", setting="merge.parts")

@@ -432,11 +432,8 @@ def plan_tasks(config: PreprocessConfig, source: Source, folder: Path) -> list[S
         return tasks
     part, num_parts = (int(number) for number in config.part.split("/"))
     if not 1 <= part <= num_parts:
-        raise UserError(
-            f"there is no part {config.part}: of {num_parts} parts the first is 1/{num_parts}",
-            code="no-such-part",
-            setting="preprocess.part",
-        )
+        message = f"there is no part {config.part}: of {num_parts} parts the first is 1/{num_parts}"
+        raise UserError(message, code="no-such-part", setting="preprocess.part")
     return tasks[part - 1 :: num_parts]
 
 

@@ -78,11 +78,8 @@ def run(config: PreprocessConfig, log: StepLog, *, output: Path) -> str:
     if config.part:
         raise UserError("text is not packed in parts; leave preprocess.part empty", code="no-parts-of-text")
     if config.source_language.lower() == config.target_language.lower():
-        raise UserError(
-            f"source and target language are both {config.source_language}; name two",
-            code="same-languages",
-            setting="preprocess.target_language",
-        )
+        message = f"source and target language are both {config.source_language}; name two"
+        raise UserError(message, code="same-languages", setting="preprocess.target_language")
     names = (*(f"{split}.tsv" for split in _SPLITS[:2]), VOCABULARY, REJECTED, DATA_CARD)
     with open_partial(output, known=names) as folder:
         for path in (*(entry for entry in folder.iterdir() if entry.name != LOCK), *map(output.joinpath, names)):

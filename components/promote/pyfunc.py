@@ -220,11 +220,8 @@ class BundleModel:
         """
         top_k = (params or {}).get("top_k", DEFAULT_TOP_K)
         if isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 0:
-            raise UserError(
-                f"top_k must be a whole number, 0 for all classes or more; got {top_k!r}",
-                code="invalid-top-k",
-                setting="top_k",
-            )
+            message = f"top_k must be a whole number, 0 for all classes or more; got {top_k!r}"
+            raise UserError(message, code="invalid-top-k", setting="top_k")
         encoded = encoded_images(model_input)
         if TASKS[self.task].classifies:
             logits = np.concatenate(list(self._outputs(encoded)))  # [images, classes] float32
@@ -278,11 +275,8 @@ class TextModel:
 
         beam_size = (params or {}).get("beam_size", 1)
         if isinstance(beam_size, bool) or not isinstance(beam_size, int | np.integer) or not 1 <= beam_size <= 32:
-            raise UserError(
-                f"beam_size must be a whole number from 1 to 32; got {beam_size!r}",
-                code="invalid-beam-size",
-                setting="beam_size",
-            )
+            message = f"beam_size must be a whole number from 1 to 32; got {beam_size!r}"
+            raise UserError(message, code="invalid-beam-size", setting="beam_size")
         sent = list(_items(model_input, TEXT_COLUMN, TAKEN_TEXT))
         if not sent:
             raise UserError(f"no sentence was sent; {TAKEN_TEXT}", code="no-sentence")
@@ -297,11 +291,8 @@ class TextModel:
 
 def _check_runtime(runtime: str) -> None:
     if runtime not in RUNTIME_OPTIONS:
-        raise UserError(
-            f"runtime {runtime!r} is unknown; take one of {', '.join(RUNTIME_OPTIONS)}",
-            code="unknown-runtime",
-            setting="runtime",
-        )
+        message = f"runtime {runtime!r} is unknown; take one of {', '.join(RUNTIME_OPTIONS)}"
+        raise UserError(message, code="unknown-runtime", setting="runtime")
 
 
 def table(logits: np.ndarray, classes: Sequence[str], top_k: int) -> pd.DataFrame:

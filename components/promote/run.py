@@ -66,11 +66,8 @@ def run(
             code="other-dataset",
         )
     if log.run is None:
-        raise UserError(
-            "promote registers in MLflow: set MLFLOW_TRACKING_URI, such as sqlite:///mlflow.db",
-            code="no-tracking-uri",
-            setting="MLFLOW_TRACKING_URI",
-        )
+        message = "promote registers in MLflow: set MLFLOW_TRACKING_URI, such as sqlite:///mlflow.db"
+        raise UserError(message, code="no-tracking-uri", setting="MLFLOW_TRACKING_URI")
     registry, name = Registry(log.run.client), model_name(config, models.manifest)
     if log.tracking_lost:
         raise registry.lost(f"{name} is not registered")

@@ -347,11 +347,8 @@ def training(question: Question) -> list[dict[str, Any]]:
     """
     model = counted(question)
     if not model.architecture:
-        raise UserError(
-            f"{question.model}: an ONNX file says nothing of its training; give the network's name",
-            code="not-trainable",
-            setting="MODEL",
-        )
+        message = f"{question.model}: an ONNX file says nothing of its training; give the network's name"
+        raise UserError(message, code="not-trainable", setting="MODEL")
     kinds, measures = load_coefficients()
     memories = {
         kind: training_memory(model.architecture, model.image_size, num_classes=model.num_classes, half=kind == "gpu")

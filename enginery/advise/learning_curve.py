@@ -148,11 +148,8 @@ def measure(
             f"{data} is no folder on this machine; unpack it first", code="no-folder", setting="--how-much-data"
         )
     if not TASKS[task := task_of(architecture)].classifies:
-        raise UserError(
-            f"{architecture} is for {task}, and --how-much-data trains classifiers alone, such as resnet18",
-            code="other-task",
-            setting="MODEL",
-        )
+        message = f"{architecture} is for {task}, and --how-much-data trains classifiers alone, such as resnet18"
+        raise UserError(message, code="other-task", setting="MODEL")
     content = load_yaml(own_config(config)) if config else {}
     recipe = {name: value for name, value in content.items() if name in TrainConfig.model_fields}
     recipe |= {**content.get("train", {}), "architecture": architecture}

@@ -26,11 +26,8 @@ def _decode_rate(ctx: click.Context, parameter: click.Parameter, text: str | Non
     except ValueError:
         rate = 0.0
     if not 0 < rate < 1e12:
-        raise UserError(
-            f"--decode-rate {text}: write gpu, none, or JPEG files per second, such as 5000",
-            code="invalid-numbers",
-            setting="--decode-rate",
-        )
+        message = f"--decode-rate {text}: write gpu, none, or JPEG files per second, such as 5000"
+        raise UserError(message, code="invalid-numbers", setting="--decode-rate")
     return rate
 
 

@@ -86,11 +86,8 @@ def deploy(
             code="conflicting-options",
         )
     if shadow is not None and (check or rollback or not (model or origin)):
-        raise UserError(
-            "--require-shadow goes with a model or --from, and stands behind the model or as --require-shadow=DIR",
-            code="conflicting-options",
-            setting="--require-shadow",
-        )
+        message = "--require-shadow goes with a model or --from, and stands behind the model or as --require-shadow=DIR"
+        raise UserError(message, code="conflicting-options", setting="--require-shadow")
     if check:
         _check(directory, names)
         return

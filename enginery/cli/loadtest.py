@@ -93,11 +93,8 @@ def loadtest(url: str, model: str | None, data: Path | None, timeout: float, out
     none is missing, and p99 is within the latency budget. Latency counts from when a request was due.
     """
     if options["tensors"] and data is not None:
-        raise UserError(
-            "--tensors sends random tensors, so it takes no --data; drop one of them",
-            code="conflicting-options",
-            setting="tensors",
-        )
+        message = "--tensors sends random tensors, so it takes no --data; drop one of them"
+        raise UserError(message, code="conflicting-options", setting="tensors")
     from enginery.serving.client.client import AsyncClient
     from enginery.serving.client.transport import RetryPolicy, parse_address
     from enginery.serving.loading import loading_key

@@ -78,11 +78,8 @@ def duration(unit: str) -> Callable[[click.Context, click.Parameter, str | None]
         seconds = float(match[1]) * _UNITS_S.get(match[2] or unit, 0.0) if match else 0.0
         if not seconds:
             option = parameter.opts[0]
-            raise UserError(
-                f"{option} {text}: write a time above 0 with one of {', '.join(_UNITS_S)}, such as 7ms or 8h",
-                code="invalid-numbers",
-                setting=option,
-            )
+            message = f"{option} {text}: write a time above 0 with one of {', '.join(_UNITS_S)}, such as 7ms or 8h"
+            raise UserError(message, code="invalid-numbers", setting=option)
         return seconds
 
     return read

@@ -204,11 +204,8 @@ def _check_picture(picture: Path, num_images: int) -> None:
         try:
             picture.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(
-                f"--picture {picture} can't be a folder: {error.strerror}; name another",
-                code="no-output",
-                setting="--picture",
-            ) from None
+            message = f"--picture {picture} can't be a folder: {error.strerror}; name another"
+            raise UserError(message, code="no-output", setting="--picture") from None
 
 
 def _check_options(picture: Path | None, top_k: int | None, *, is_classifier: bool) -> None:

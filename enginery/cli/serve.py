@@ -231,11 +231,8 @@ def _make_private(folder: Path) -> None:
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise UserError(
-            f"can't keep images in {folder}: {error.strerror}; name a folder that you may write with --examples",
-            code="no-output",
-            setting="--examples",
-        ) from None
+        message = f"can't keep images in {folder}: {error.strerror}; name a folder that you may write with --examples"
+        raise UserError(message, code="no-output", setting="--examples") from None
 
 
 def _remove_left(parent: Path) -> None:

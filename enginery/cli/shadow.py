@@ -54,11 +54,8 @@ def shadow(
     known = read_labels(labels) if labels is not None else {}
     if read_identity(folder).kind == ShadowManifest.model_fields["kind"].default:
         if labels is None:
-            raise UserError(
-                f"{folder} is a finished record: judge it with --labels, or name the repository of a challenger",
-                code="no-labels",
-                setting="--labels",
-            )
+            message = f"{folder} is a finished record: judge it with --labels, or name the repository of a challenger"
+            raise UserError(message, code="no-labels", setting="--labels")
         record, answers = read_record(folder)
         fields: dict[str, Any] = dict(record.manifest)
         config: Any = _config(**record.manifest.config)

@@ -40,11 +40,8 @@ class Login:
             UserError: two files, or one that can't be read.
         """
         if token_file and cookie_file:
-            raise UserError(
-                "--token-file and --cookie-file can't be had together: a server asks for one of them",
-                code="two-logins",
-                setting="--cookie-file",
-            )
+            message = "--token-file and --cookie-file can't be had together: a server asks for one of them"
+            raise UserError(message, code="two-logins", setting="--cookie-file")
         if token_file:
             _read(token_file, "--token-file")
             return cls(source=f"the token in {token_file}", token=lambda: _read(token_file, "--token-file"))
@@ -70,11 +67,8 @@ def _read(file: Path, source: str) -> str:
         text = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
-        raise UserError(
-            f"{source} {file} can't be read: {reason}; name a file that holds nothing else",
-            code="login-file-unreadable",
-            setting=source,
-        ) from None
+        message = f"{source} {file} can't be read: {reason}; name a file that holds nothing else"
+        raise UserError(message, code="login-file-unreadable", setting=source) from None
     if not text or "\n" in text:
         text = f"{source} {file} must hold one line, and nothing else"
         raise UserError(text, code="login-file-not-one-line", setting=source)
@@ -185,11 +179,8 @@ class KfpServer:
             fix += "8080:80, then --endpoint http://localhost:8080"
             if "CERTIFICATE_VERIFY_FAILED" in text:
                 fix = "Name the certificates that sign it with --ca-file"
-            raise UserError(
-                f"can't reach Kubeflow Pipelines at {self.endpoint}: {text}. {fix}",
-                code="kfp-unreachable",
-                setting="--endpoint",
-            ) from None
+            message = f"can't reach Kubeflow Pipelines at {self.endpoint}: {text}. {fix}"
+            raise UserError(message, code="kfp-unreachable", setting="--endpoint") from None
 
 
 def checked_endpoint(endpoint: str) -> str:

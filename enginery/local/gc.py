@@ -78,11 +78,8 @@ def parse_age(text: str) -> float:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(min|h|d|w)", text.strip().lower())
     if match is None:
-        raise UserError(
-            f"--older-than takes a number and a unit (min, h, d, w), such as 30d, 12h or 90min; got {text!r}",
-            code="invalid-rule",
-            setting="--older-than",
-        )
+        message = f"--older-than takes a number and a unit (min, h, d, w), such as 30d, 12h or 90min; got {text!r}"
+        raise UserError(message, code="invalid-rule", setting="--older-than")
     return float(match[1]) * _SECONDS[match[2]]
 
 
@@ -94,11 +91,8 @@ def parse_size(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?|)B?", text.strip().upper())
     if match is None or (not match[2] and match[1] != "0" and not text.strip().upper().endswith("B")):
-        raise UserError(
-            f"--max-size takes a number and a unit (MB, GB, TB, or MiB, GiB, TiB), such as 50GB; got {text!r}",
-            code="invalid-rule",
-            setting="--max-size",
-        )
+        message = f"--max-size takes a number and a unit (MB, GB, TB, or MiB, GiB, TiB), such as 50GB; got {text!r}"
+        raise UserError(message, code="invalid-rule", setting="--max-size")
     return int(float(match[1]) * _BYTES[match[2]])
 
 

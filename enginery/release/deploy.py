@@ -265,11 +265,8 @@ def environment(directory: Path, name: str) -> DeployEnvironment:
     """
     found = environments(directory)
     if name not in found:
-        raise UserError(
-            f"there is no environment {name!r} in {directory}; there are {', '.join(found)}",
-            code="no-environment",
-            setting="--env",
-        )
+        message = f"there is no environment {name!r} in {directory}; there are {', '.join(found)}"
+        raise UserError(message, code="no-environment", setting="--env")
     return found[name]
 
 

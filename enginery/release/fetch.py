@@ -101,11 +101,8 @@ def fetch(source: str, target: Path, digest: str = "") -> Identity:
         EngineryError: it is another one than asked for, is damaged, or can't be downloaded.
     """
     if not digest and not (source.startswith(OCI) and "@sha256:" in source):
-        raise UserError(
-            f"{source} may hold anything; say what is asked for with --digest sha256:...",
-            code="no-digest",
-            setting="--digest",
-        )
+        message = f"{source} may hold anything; say what is asked for with --digest sha256:..."
+        raise UserError(message, code="no-digest", setting="--digest")
     if target.exists() and digest:
         return _checked(target, digest, str(target))
     target.absolute().parent.mkdir(parents=True, exist_ok=True)

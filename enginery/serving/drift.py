@@ -111,11 +111,8 @@ def find_baseline(text: str, precision: Precision | None) -> ServedBaseline:
     if (folder / MANIFEST).is_file() and read_identity(folder).kind == "repository":
         repository = load(folder, RepositoryManifest).manifest
         if precision not in (None, repository.precision):
-            raise UserError(
-                f"{folder} holds {repository.precision.upper()} alone; drop --precision",
-                code="no-such-precision",
-                setting="--precision",
-            )
+            message = f"{folder} holds {repository.precision.upper()} alone; drop --precision"
+            raise UserError(message, code="no-such-precision", setting="--precision")
         return _opened(folder, repository.files, repository.name, repository.precision, repository.classes)
     with find_source(text, precision) as source:
         label = f"{source.name} version {source.version}" if source.version else source.name
@@ -175,11 +172,8 @@ def read_metrics(place: str, timeout_s: float) -> str:
             setting="--metrics",
         ) from None
     if len(data) > _MAX_METRICS_BYTES:
-        raise EngineryError(
-            f"{place} holds more than {_MAX_METRICS_BYTES:,} bytes, so it is no server's metrics; name another",
-            code="invalid-metrics",
-            setting="--metrics",
-        )
+        message = f"{place} holds more than {_MAX_METRICS_BYTES:,} bytes, so it is no server's metrics; name another"
+        raise EngineryError(message, code="invalid-metrics", setting="--metrics")
     return data.decode("utf-8", "replace")
 
 
@@ -226,11 +220,8 @@ def counts_of(metrics: str, place: str, served: ServedBaseline) -> _Counts:
                 raise ValueError
             counts[labels["statistic"]][index] += round(value)
         except (KeyError, IndexError, ValueError):
-            raise EngineryError(
-                f"{place} holds numbers that no server of enginery writes: {line[:200]!r}; read the metrics again",
-                code="invalid-metrics",
-                setting="--metrics",
-            ) from None
+            message = f"{place} holds numbers that no server of enginery writes: {line[:200]!r}; read the metrics again"
+            raise EngineryError(message, code="invalid-metrics", setting="--metrics") from None
         num_found += 1
     if num_found:
         return counts

@@ -30,11 +30,8 @@ def loading_key(host: str) -> str:
     how = f"export {VARIABLE}=$(openssl rand -hex 16), for the server and for who loads"
     if (key := os.environ.get(VARIABLE)) is not None:
         if not _KEY.fullmatch(key):
-            raise UserError(
-                f"{VARIABLE} must be 16 or more letters, digits, - and _, got {len(key)} characters; {how}",
-                code="invalid-loading-key",
-                setting="ENGINERY_LOADING_KEY",
-            )
+            message = f"{VARIABLE} must be 16 or more letters, digits, - and _, got {len(key)} characters; {how}"
+            raise UserError(message, code="invalid-loading-key", setting="ENGINERY_LOADING_KEY")
         return key
     if not _is_loopback(host):
         raise UserError(

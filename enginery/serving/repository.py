@@ -319,11 +319,8 @@ def write_repository(
     bundle = source.bundle.manifest
     if source.precision not in bundle.models:
         held = ", ".join(sorted(bundle.models))
-        raise UserError(
-            f"the bundle {source.bundle.path} has no {source.precision.upper()} model; it holds {held}",
-            code="no-such-precision",
-            setting="precision",
-        )
+        message = f"the bundle {source.bundle.path} has no {source.precision.upper()} model; it holds {held}"
+        raise UserError(message, code="no-such-precision", setting="precision")
     if broken := [label for label in bundle.classes if "\n" in label]:
         raise UserError(
             f"the class {broken[0]!r} has a line break in its name, which a list of labels can't hold",

@@ -308,21 +308,15 @@ def require_shadow(
     """
     again = "run `enginery shadow` with the repository that is to be deployed, beside the one that is served"
     if not champion:
-        raise UserError(
-            f"{where} serves no model yet, so there is no champion to compare with; leave out --require-shadow",
-            code="no-champion",
-            setting="--require-shadow",
-        )
+        message = f"{where} serves no model yet, so there is no champion to compare with; leave out --require-shadow"
+        raise UserError(message, code="no-champion", setting="--require-shadow")
     record, _ = read_record(folder)
     manifest, found = record.manifest, record.manifest.comparison
     wanted = {"champion": champion, "challenger": challenger}
     for role, digest in wanted.items():
         if (own := getattr(manifest, role).repository_digest) != digest:
-            raise EngineryError(
-                f"the shadow record {folder} has the {role} {own}, and for {where} it is {digest}: {again}",
-                code=f"shadow-other-{role}",
-                setting="--require-shadow",
-            )
+            message = f"the shadow record {folder} has the {role} {own}, and for {where} it is {digest}: {again}"
+            raise EngineryError(message, code=f"shadow-other-{role}", setting="--require-shadow")
     check_shadow(f"the shadow record {folder}", {**wanted, "shadow": record.digest}, read_statements(folder))
     worse = found.labelled
     age = datetime.now(UTC) - manifest.ended
@@ -348,9 +342,6 @@ def require_shadow(
     }
     for code, (is_refused, reason) in refusals.items():
         if is_refused:
-            raise GateFailed(
-                f"the shadow record {folder} {reason}. Nothing was deployed; {again}",
-                code=code,
-                setting="--require-shadow",
-            )
+            message = f"the shadow record {folder} {reason}. Nothing was deployed; {again}"
+            raise GateFailed(message, code=code, setting="--require-shadow")
     return record

@@ -38,11 +38,8 @@ def open_partial(output: Path, known: Collection[str] | None) -> Iterator[Path]:
         own = {PARTIAL_OUTPUT, *(known or ()), *(temporary.name for temporary in _temporaries(output))}
         foreign = [entry.name for entry in output.iterdir() if entry.name not in own]
         if foreign and known is not None:
-            raise UserError(
-                f"the output directory {output} holds {min(foreign)}, which this step did not write; name another",
-                code="output-occupied",
-                setting="output",
-            )
+            message = f"the output directory {output} holds {min(foreign)}, which this step did not write; name another"
+            raise UserError(message, code="output-occupied", setting="output")
     else:
         prepare_directory(output)
         folder.mkdir()

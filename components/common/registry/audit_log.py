@@ -83,11 +83,8 @@ class AuditLog:
         """
         text = canonical_json(change.model_dump(mode="json")).decode()
         if len(text) > _MAX_LENGTH:
-            raise UserError(
-                f"a record of {len(text)} characters does not fit into MLflow's {_MAX_LENGTH}: shorten --why",
-                code="record-too-long",
-                setting="--why",
-            )
+            message = f"a record of {len(text)} characters does not fit into MLflow's {_MAX_LENGTH}: shorten --why"
+            raise UserError(message, code="record-too-long", setting="--why")
         if not self._find():
             self._begin()
         try:

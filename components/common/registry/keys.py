@@ -38,23 +38,14 @@ def private_key(data: bytes, file: str) -> Any:
         key = load_pem_private_key(data, passphrase.encode() if passphrase else None)
     except TypeError:  # a passphrase that is needed and missing, or given and not needed
         if passphrase:
-            raise UserError(
-                f"the key {file} has no passphrase; unset {PASSPHRASE_VARIABLE}",
-                code="passphrase-not-needed",
-                setting=PASSPHRASE_VARIABLE,
-            ) from None
-        raise UserError(
-            f"the key {file} has a passphrase; set {PASSPHRASE_VARIABLE} to it",
-            code="passphrase-missing",
-            setting=PASSPHRASE_VARIABLE,
-        ) from None
+            message = f"the key {file} has no passphrase; unset {PASSPHRASE_VARIABLE}"
+            raise UserError(message, code="passphrase-not-needed", setting=PASSPHRASE_VARIABLE) from None
+        message = f"the key {file} has a passphrase; set {PASSPHRASE_VARIABLE} to it"
+        raise UserError(message, code="passphrase-missing", setting=PASSPHRASE_VARIABLE) from None
     except ValueError as error:
         if passphrase and b"ENCRYPTED" in data:
-            raise UserError(
-                f"the key {file} can't be opened with the passphrase in {PASSPHRASE_VARIABLE}",
-                code="passphrase-wrong",
-                setting=PASSPHRASE_VARIABLE,
-            ) from None
+            message = f"the key {file} can't be opened with the passphrase in {PASSPHRASE_VARIABLE}"
+            raise UserError(message, code="passphrase-wrong", setting=PASSPHRASE_VARIABLE) from None
         raise UserError(f"{file} is no private key in PEM ({error}); {MAKE_KEY}", code="not-a-private-key") from None
     if not isinstance(key, EllipticCurvePrivateKey) or not isinstance(key.curve, SECP256R1):
         raise UserError(f"{file} is a key of another kind than ECDSA P-256; {MAKE_KEY}", code="other-key-kind")

@@ -159,18 +159,12 @@ def find_policy() -> TrustPolicy | None:
     try:
         return TrustPolicy.model_validate(yaml.safe_load(_absolute(file).read_text(encoding="utf-8")))
     except OSError as error:
-        raise UserError(
-            f"can't read the trust policy {file}: {error.strerror}; correct {POLICY_VARIABLE}",
-            code="policy-unreadable",
-            setting=POLICY_VARIABLE,
-        ) from None
+        message = f"can't read the trust policy {file}: {error.strerror}; correct {POLICY_VARIABLE}"
+        raise UserError(message, code="policy-unreadable", setting=POLICY_VARIABLE) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = " ".join(str(error).split())
-        raise UserError(
-            f"the trust policy {file} is not valid: {problem}. docs/security.md describes it",
-            code="policy-invalid",
-            setting=POLICY_VARIABLE,
-        ) from None
+        message = f"the trust policy {file} is not valid: {problem}. docs/security.md describes it"
+        raise UserError(message, code="policy-invalid", setting=POLICY_VARIABLE) from None
 
 
 def to_stderr(text: str) -> None:

@@ -135,23 +135,14 @@ def check_data_folder(data: str, task: TaskName = "classification") -> None:
         return
     path = local_path(data)
     if not path.exists():
-        raise UserError(
-            f"the data folder {path} does not exist; {wanted}. To try: enginery data {example} {example}",
-            code="no-data",
-            setting="data",
-        )
+        message = f"the data folder {path} does not exist; {wanted}. To try: enginery data {example} {example}"
+        raise UserError(message, code="no-data", setting="data")
     if not path.is_dir() and (not path.is_file() or not is_file):
-        raise UserError(
-            f"the data {path} is a file, not a folder, and of no kind that is read; {wanted}",
-            code="unknown-data-kind",
-            setting="data",
-        )
+        message = f"the data {path} is a file, not a folder, and of no kind that is read; {wanted}"
+        raise UserError(message, code="unknown-data-kind", setting="data")
     if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
-        raise UserError(
-            f"no permission to read the data {path}; make it readable for you (chmod -R u+rX)",
-            code="no-permission",
-            setting="data",
-        )
+        message = f"no permission to read the data {path}; make it readable for you (chmod -R u+rX)"
+        raise UserError(message, code="no-permission", setting="data")
     if path.is_file():
         refuse_lfs_pointer(path)
 
@@ -199,10 +190,7 @@ def find_samples(
     names = read_class_names(Path(class_names_file)) if class_names_file else None
     kind = kind_of(data)
     if kind.is_table and not TASKS[task].classifies:
-        raise UserError(
-            f"{data} is a table, which has one class per image; for {task} {labels_of(task).wanted}",
-            code="no-annotations",
-            setting="data",
-        )
+        message = f"{data} is a table, which has one class per image; for {task} {labels_of(task).wanted}"
+        raise UserError(message, code="no-annotations", setting="data")
     options = Options(names=names, val_fraction=val_fraction, seed=seed, of_tree=labels_of(task).list_samples)
     return kind.list_samples(data, scratch, options)

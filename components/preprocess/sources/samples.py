@@ -48,11 +48,8 @@ def read_class_names(path: Path) -> ClassNames:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"can't read class_names_file {path}: {error}; name a text file in UTF-8 with one class per line",
-            code="unreadable-class-names",
-            setting="preprocess.class_names_file",
-        ) from None
+        message = f"can't read class_names_file {path}: {error}; name a text file in UTF-8 with one class per line"
+        raise UserError(message, code="unreadable-class-names", setting="preprocess.class_names_file") from None
     return parse_class_names(text, str(path))
 
 

@@ -76,11 +76,8 @@ async def find_classifier(transport: Transport, name: str | None) -> ClassifierM
     if name is not None:
         config = await transport.config(name)
         if (model := _classifier(await transport.metadata(name), config)) is None:
-            raise UserError(
-                f"the model {name} of this server does not take image files to labels; {_WANTED}",
-                code="no-classifier",
-                setting="model",
-            )
+            message = f"the model {name} of this server does not take image files to labels; {_WANTED}"
+            raise UserError(message, code="no-classifier", setting="model")
         return model
     names = sorted({entry["name"] for entry in await transport.index() if entry.get("state", "READY") == "READY"})
     found = []

@@ -59,11 +59,8 @@ def parse_address(url: str) -> ServerAddress:
             f"--url {url}: the scheme {scheme!r} is unknown; {_EXAMPLES}", code="invalid-address", setting="url"
         )
     if not parts.hostname or parts.path.strip("/") or parts.query or parts.fragment or "@" in rest:
-        raise UserError(
-            f"--url {url}: an address is a host and a port, nothing more; {_EXAMPLES}",
-            code="invalid-address",
-            setting="url",
-        )
+        message = f"--url {url}: an address is a host and a port, nothing more; {_EXAMPLES}"
+        raise UserError(message, code="invalid-address", setting="url")
     if not scheme:
         scheme = "grpc" if port == _DEFAULT_PORTS["grpc"] else "http"
     protocol, tls = _PROTOCOLS[scheme.lower()]

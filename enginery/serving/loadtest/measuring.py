@@ -119,11 +119,8 @@ def _check_loading(client: Callable[[], AsyncClient], served: NetworkModel) -> N
         UserError: it can't.
     """
     if not served.batches:
-        raise UserError(
-            f"{served.name} has no dynamic batching, so there is nothing to compare; drop the option",
-            code="no-dynamic-batching",
-            setting="compare-batching",
-        )
+        message = f"{served.name} has no dynamic batching, so there is nothing to compare; drop the option"
+        raise UserError(message, code="no-dynamic-batching", setting="compare-batching")
     try:
         _ask(client, lambda opened: opened.load(served.name, served.config))
     except EngineryError as error:
