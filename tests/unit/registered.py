@@ -67,6 +67,7 @@ from components.gate.config import GateConfig
 from components.gate.run import run as gate
 from components.promote.config import PromoteConfig
 from components.promote.run import run as promote
+from components.validate.config import ValidateConfig
 from enginery.cli.commands import cli
 from enginery.release.deploy import Pins, environments
 from tests.conftest import Shared
@@ -208,14 +209,6 @@ def make_chain(
     speed = benchmark_row("int8", 9, runtime="openvino", p99_ms=3)
     digests = {"dataset_digest": data.digest, "bundle_digest": bundle.digest}
     split_digest = f"val-{split}" if split else data.manifest.splits["val"].digest
-    report = seal(
-        paths["report"],
-        ReportManifest,
-        inputs={"bundle": bundle.digest, "dataset": data.digest},
-        config=StepConfig(),
-        accuracy=accuracy_report(fp32, *int8, split_digest=split_digest, **digests),
-        benchmark=BenchmarkReport(bundle_digest=bundle.digest, rows=(speed,)),
-    )
     # The right thresholds for any chain, so that the verdict follows from the report, as everybody checks.
     thresholds = GateConfig(
         confident=False,
@@ -223,6 +216,14 @@ def make_chain(
         min_relative_score_pct=0,
         require_above_chance=False,
         min_score_pct=0 if passed else 100,
+    )
+    report = seal(
+        paths["report"],
+        ReportManifest,
+        inputs={"bundle": bundle.digest, "dataset": data.digest},
+        config=ValidateConfig(gate=thresholds),
+        accuracy=accuracy_report(fp32, *int8, split_digest=split_digest, **digests),
+        benchmark=BenchmarkReport(bundle_digest=bundle.digest, rows=(speed,)),
     )
     checks = run_checks(thresholds, report.manifest.accuracy, report.manifest.benchmark) if int8 else []
     seal(
