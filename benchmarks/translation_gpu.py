@@ -140,8 +140,9 @@ def main(data: Path, work: Path, architecture: str, epochs: int, results: Result
     training += ("--learning-rate", "0.0005", "--global-batch-size", "256", "--warmup-fraction", "0.2")
     if not (checkpoint / MANIFEST).exists():
         seconds["train"] = run_step("train", dataset, checkpoint, *training)
-    plans = ("--tensorrt", "on", "--optimization-level", "2", "--num-selection-images", "500")
-    seconds["export"] = run_step("export", dataset, bundle, "--model", str(checkpoint), *plans)
+    plans = ("--tensorrt", "on", "--optimization-level", "1", "--num-selection-images", "500")
+    if not (bundle / MANIFEST).exists():
+        seconds["export"] = run_step("export", dataset, bundle, "--model", str(checkpoint), *plans)
     speeds = ("--benchmark-batch-sizes", "[1, 32]", "--benchmark-seconds", "2")
     seconds["validate"] = run_step("validate", dataset, report, "--bundle", str(bundle), *speeds)
 

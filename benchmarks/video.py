@@ -28,9 +28,8 @@ from PIL import ImageOps
 from benchmarks.results import Results, result_options
 from benchmarks.shards import validation_images
 from components.analyze.config import AnalyzeConfig
-from components.analyze.run import analyze
+from components.analyze.run import MOST_FRAMES, analyze, num_readers
 from components.analyze.videos import OpenVideo, find_videos, has_nvdec, rgb_images
-from components.common.contracts.environment import num_cores
 from components.common.contracts.manifests import (
     AnalysisManifest,
     Artifact,
@@ -48,7 +47,6 @@ from components.promote.pyfunc import BundleModel
 
 Decoder = Literal["cpu", "cuda"]
 _FPS = 30
-_BATCH_SIZE = 32
 _MODEL_S = 5.0  # that the transform and the model are measured alone
 _LEAST_SIDE = 128  # px; NVDEC takes no smaller ones than about 48
 
@@ -83,7 +81,7 @@ def decode_rate(folder: Path, decoder: Decoder, read: Callable[[OpenVideo], Iter
             video.close()
 
     began = time.perf_counter()
-    with ThreadPoolExecutor(min(len(sources), num_cores())) as pool:
+    with ThreadPoolExecutor(min(len(sources), num_readers(on_gpu))) as pool:
         total = sum(pool.map(count, range(len(sources))))
     return total / (time.perf_counter() - began)
 
@@ -102,10 +100,9 @@ def speed(
     models: Artifact[BundleManifest], runner: Runner, decoders: Sequence[Decoder], folder: Path, output: Path
 ) -> dict[str, Any]:
     """Rates of each part alone, and of `analyze` by decoder, with what limits it."""
-    batch_size = min(_BATCH_SIZE, models.manifest.image_shapes.max_batch)
-    device_id = 0 if runs_plans(runner.runtime) else None
-    transform = FrameBatches(models.manifest.image_transform, batch_size, device_id)
-    on_gpu = device_id is not None
+    on_gpu = runs_plans(runner.runtime)
+    batch_size = min(MOST_FRAMES["gpu" if on_gpu else "cpu"], models.manifest.image_shapes.max_batch)
+    transform = FrameBatches(models.manifest.image_transform, batch_size, 0 if on_gpu else None)
     still: list[Any] = list(textures(batch_size))
     if on_gpu:
         opened = OpenVideo(find_videos((str(folder),))[0], decoder=decoders[-1], read_timeout_s=10.0, on_gpu=True)

@@ -32,7 +32,7 @@ class AnalyzeConfig(StepConfig):
     queue_frames: int = Field(
         8, ge=1, le=1024, description="Decoded frames of a stream that may wait; of a live one the oldest is dropped."
     )
-    batch_size: int = Field(0, ge=0, description="Most frames in a batch, over all streams; 0 for 32 at most.")
+    batch_size: int = Field(0, ge=0, description="Most frames in a batch, over all streams; 0 for 32, on GPUs 64.")
     max_wait_ms: float = Field(
         20.0, ge=0, le=10_000, description="Longest wait of a frame for others of its batch, in milliseconds."
     )

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -42,10 +42,11 @@ from components.common.runtimes.runner import Runner
 from components.common.runtimes.selection import select_runtime
 from components.common.tasks.answers import Answer
 
-_MOST_FRAMES = 32  # of a batch, unless it is set
+MOST_FRAMES = {"cpu": 32, "gpu": 64}  # of a batch, unless it is set
 _AHEAD = 2  # batches that are transformed while one is labelled
 _FLUSH_S = 1.0
 _Batch = list[tuple[StreamState, VideoFrame]]
+_Answered = tuple[np.ndarray, list[Future[Answer]]]  # outputs of a batch, [B, ...] float32, and what they say
 
 
 def run(config: AnalyzeConfig, log: StepLog, *, bundle: Path, output: Path) -> str:
@@ -89,18 +90,21 @@ def analyze(
         raise RuntimeUnavailable(selected.note, code="precision-missing")
     prepare_directory(output)
     max_batch = bundle.manifest.image_shapes.max_batch
-    batch_size = min(config.batch_size or min(_MOST_FRAMES, max_batch), max_batch)
-    device_id = 0 if runs_plans(selected.runner.runtime) else None
+    on_gpu = runs_plans(selected.runner.runtime)
+    device_id = 0 if on_gpu else None
+    batch_size = min(config.batch_size or MOST_FRAMES["gpu" if on_gpu else "cpu"], max_batch)
     transform = FrameBatches(bundle.manifest.image_transform, batch_size, device_id)
     began = time.monotonic()
     with ExitStack() as stack:
         stack.callback(selected.runner.close)
         answers = FrameAnswers(bundle.manifest, config)
         writer = stack.enter_context(_Writer(config, answers, output, [s.name for s in sources]))
+        if on_gpu:  # it becomes a CUDA graph now, since decoders that use the GPU meanwhile would break that
+            for _ in range(2):
+                selected.runner.infer(np.zeros(bundle.manifest.image_shapes.input_shape(batch_size), np.float32))
         # In the order of exits: the readers stop, what they have read is labelled, the files are closed.
-        on_gpu = device_id is not None
-        streams = stack.enter_context(Streams(sources, config, num_cores(), writer.say, on_gpu))
-        _label_all(streams, transform, selected.runner, batch_size, writer, log, config.max_seconds, on_gpu)
+        streams = stack.enter_context(Streams(sources, config, num_readers(on_gpu), writer.say, on_gpu))
+        _label_all(streams, transform, selected.runner, batch_size, writer, log, config.max_seconds)
     records = writer.records(streams.states)
     if not any(record.num_labelled for record in records):
         problems = "; ".join(dict.fromkeys(record.problem for record in records if record.problem))
@@ -132,6 +136,11 @@ def analyze(
     )
 
 
+def num_readers(on_gpu: bool) -> int:
+    """Threads that read files. On a GPU more than 8 decode no faster, seen on an H200, and hold up the rest."""
+    return min(num_cores(), 8) if on_gpu else num_cores()
+
+
 def outcome(analysis: Artifact[AnalysisManifest]) -> str:
     """One line about an analysis."""
     streams = analysis.manifest.streams
@@ -157,34 +166,27 @@ def _label_all(
     writer: "_Writer",
     log: StepLog,
     max_seconds: float,
-    on_gpu: bool,
 ) -> None:
     """Take batches over all streams until they end. While the model runs, the next frames are transformed."""
     deadline = time.monotonic() + max_seconds if max_seconds else None
-    waiting: deque[Future[None]] = deque()
-    done, apart = 0, _apart_from_decoders(on_gpu)
-    # Stages overlap: this thread takes and transforms, one runs the model, one writes.
-    with (
-        ThreadPoolExecutor(num_cores()) as answering,
-        ThreadPoolExecutor(1) as inferring,
-        ThreadPoolExecutor(1) as writing,
-    ):
+    waiting: deque[tuple[_Batch, Future[_Answered]]] = deque()
+    done = 0
+    with ThreadPoolExecutor(num_cores()) as answering, ThreadPoolExecutor(1) as worker:
 
-        def infer(images: Any) -> np.ndarray:
-            with apart():
-                return runner.infer(images)
+        def infer(batch: _Batch, images: Any) -> _Answered:
+            outputs, answer = runner.infer(images), writer.answers.answer
+            sizes = [frame.pixels.shape[1::-1] for _, frame in batch]
+            return outputs, [answering.submit(answer, *each) for each in zip(outputs, sizes, strict=True)]
 
-        def write(batch: _Batch, inferred: Future[np.ndarray]) -> None:
+        def write_first() -> None:
             nonlocal done
-            outputs, sizes = inferred.result(), [frame.pixels.shape[1::-1] for _, frame in batch]
-            # A thread for each costs more than the answer of a classifier.
-            each = map if writer.answers.shows_one else answering.map
-            with apart():
-                writer.write(batch, outputs, list(each(writer.answers.answer, outputs, sizes)))
+            batch, answered = waiting.popleft()
+            outputs, answers = answered.result()
+            writer.write(batch, outputs, [answer.result() for answer in answers])
             done += len(batch)
             log.progress("labelling", done, max(done + 1, sum(s.num_decoded for s in streams.states)), unit="frames")
 
-        with _signals_call(streams.stop), apart():
+        with _signals_call(streams.stop):
             while True:
                 if deadline is not None and time.monotonic() >= deadline:
                     streams.stop()
@@ -192,23 +194,13 @@ def _label_all(
                 if not batch:
                     break
                 images = transform.transform(rgb_images([frame.pixels for _, frame in batch]))
-                waiting.append(writing.submit(write, batch, inferring.submit(infer, images)))
+                waiting.append((batch, worker.submit(infer, batch, images)))
                 # A full batch leaves others waiting, so that the next is transformed meanwhile; what comes slowly is
                 # answered at once.
                 while len(waiting) > (_AHEAD if len(batch) == batch_size else 0):
-                    waiting.popleft().result()
-            for left in waiting:
-                left.result()
-
-
-def _apart_from_decoders(on_gpu: bool) -> Callable[[], AbstractContextManager[Any]]:
-    """Contexts of one CUDA stream: FFmpeg uses the default one, in which each frame waits for NVDEC."""
-    if not on_gpu:
-        return nullcontext
-    import torch
-
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # of torch's stubs
-    return lambda: torch.cuda.stream(stream)
+                    write_first()
+            while waiting:
+                write_first()
 
 
 @contextmanager

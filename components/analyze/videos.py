@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
@@ -44,6 +45,9 @@ _OPEN_TIMEOUT_S = 10.0
 _MAX_FOUND = 10_000  # videos of one folder
 _MAX_PIXELS = 8192 * 4352  # of a frame: 8K
 _ON_GPU = ("nv12", "p010le")  # what is converted there
+_PIXELS_AT_ONCE = 1 << 25  # that become colours, some 60 bytes of memory each
+# By FFmpeg's number of the colour space (BT.709, BT.601, BT.2020) the weights of red and blue in the luma.
+_LUMA_WEIGHTS = {1: (0.2126, 0.0722), 5: (0.299, 0.114), 9: (0.2627, 0.0593)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,23 +87,12 @@ class Planes:
     space: int  # FFmpeg's number of the colour space
     is_full: bool  # whether all 256 levels are used
     turns: int  # by 90 degrees, until it is upright
-    ready: Any = None  # on a GPU the event after which they are written
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Of the RGB image, upright."""
         height, width = self.luma.shape
         return (width, height, 3) if self.turns % 2 else (height, width, 3)
-
-    def wait(self) -> None:
-        """Let the current stream wait for the planes, and their memory for the stream."""
-        if self.ready is not None:
-            import torch
-
-            stream = torch.cuda.current_stream()
-            stream.wait_event(self.ready)
-            self.luma.record_stream(stream)
-            self.chroma.record_stream(stream)
 
 
 def find_videos(sources: tuple[str, ...]) -> list[VideoSource]:
@@ -268,9 +261,7 @@ def _open(source: VideoSource, decoder: str, read_timeout_s: float, on_gpu: bool
         if on_gpu:
             import torch
 
-            # Makes PyTorch's context that of this thread, for FFmpeg to take. To wait for all streams would break a
-            # CUDA graph that another thread captures.
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.synchronize()  # makes PyTorch's context that of this thread, for FFmpeg to take
             how["options"] = {"primary_ctx": "0", "current_ctx": "1"}
         how = {"hwaccel": HWAccel("cuda", allow_software_fallback=decoder == "auto", is_hw_owned=on_gpu, **how)}
     address: Any = sys.stdin.buffer if source.address == STDIN else _with_login(source)
@@ -338,36 +329,51 @@ def planes_of(frame: av.VideoFrame, turns: int = 0) -> Planes:
     luma, chroma = (from_dlpack(plane.__dlpack__()) for plane in frame.planes)
     if luma.dtype != torch.uint8:  # the upper byte holds the upper 8 of 10 bits
         luma, chroma = luma.view(torch.uint8)[:, 1::2], chroma.contiguous().view(torch.uint8)[..., 1::2]
-    luma, chroma, ready = luma.clone(), chroma.clone(), None
-    if luma.is_cuda:
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # of torch's stubs
-        ready.record()
     is_full = frame.color_range == ColorRange.JPEG
-    return Planes(luma=luma, chroma=chroma, space=int(frame.colorspace), is_full=is_full, turns=turns, ready=ready)
+    return Planes(luma=luma.clone(), chroma=chroma.clone(), space=int(frame.colorspace), is_full=is_full, turns=turns)
 
 
-def rgb_images(frames: Sequence[Any]) -> Any:
+def rgb_images(frames: Sequence[Any]) -> list[Any]:
     """Images [H, W, 3] uint8 RGB, upright: those of Planes where they are, others as they came.
 
     Each colour stands for its four pixels, as in FFmpeg's conversion from yuv420p.
-
-    Returns:
-        A list; a tensor [B, H, W, 3] where all are upright Planes of one kind, as are those of cameras of one kind.
     """
     found, alike = list(frames), defaultdict[Any, list[int]](list)
     for place, frame in enumerate(frames):
         if isinstance(frame, Planes):
             alike[(frame.luma.shape, frame.space, frame.is_full)].append(place)
-    if alike:
-        from components.analyze.colours import rgb_of_planes
-    for kind, places in alike.items():
-        own = [frames[place] for place in places]
-        for frame in own:
-            frame.wait()
-        images = rgb_of_planes([frame.luma for frame in own], [frame.chroma for frame in own], *kind[1:])
-        if len(places) == len(frames) and not any(frame.turns for frame in frames):
-            return images
-        for place, image in zip(places, images, strict=True):
-            turns = frames[place].turns
-            found[place] = image.rot90(turns).contiguous() if turns else image
+    for (shape, space, is_full), places in alike.items():
+        step = max(1, _PIXELS_AT_ONCE // shape.numel())
+        for start in range(0, len(places), step):
+            some = places[start : start + step]
+            images = _rgb_of_planes([frames[place] for place in some], space, is_full)
+            for place, image in zip(some, images, strict=True):
+                turns = frames[place].turns
+                found[place] = image.rot90(turns).contiguous() if turns else image
     return found
+
+
+def _rgb_of_planes(frames: Sequence[Planes], space: int, is_full: bool) -> Any:
+    """[B, H, W, 3] of frames of one size."""
+    import torch
+
+    luma, chroma = (torch.stack([getattr(frame, name) for frame in frames]) for name in ("luma", "chroma"))
+    least, most = (0, 255) if is_full else (16, 235)
+    added = (chroma.float() - 128) @ _colours(space, is_full, chroma.device)  # [B, H / 2, W / 2, 3]
+    grey = (luma.float() - least) * (255 / (most - least))
+    num_frames, height, width = grey.shape
+    pixels = grey.view(num_frames, height // 2, 2, width // 2, 2, 1) + added[:, :, None, :, None]
+    # FFmpeg rounds down, too.
+    return pixels.clamp_(0, 255).to(torch.uint8).view(num_frames, height, width, 3)
+
+
+@cache
+def _colours(space: int, is_full: bool, device: Any) -> Any:
+    """[2, 3]: what the blue and the red difference add to red, green and blue."""
+    import torch
+
+    red, blue = _LUMA_WEIGHTS.get(space, _LUMA_WEIGHTS[5])
+    green = 1 - red - blue
+    of_blue = [0, -2 * blue * (1 - blue) / green, 2 * (1 - blue)]
+    of_red = [2 * (1 - red), -2 * red * (1 - red) / green, 0]
+    return torch.tensor([of_blue, of_red], device=device) * (1 if is_full else 255 / 224)

@@ -13,6 +13,7 @@ from torch import nn
 from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import UserError
 from components.common.process.steplog import StepLog
+from components.common.tasks import TASKS, task_of
 from components.train.config import TrainConfig
 
 _Result = TypeVar("_Result")
@@ -31,11 +32,14 @@ def pick_precision(config: TrainConfig, device: torch.device) -> torch.dtype:
 def pick_compile_mode(config: TrainConfig, device: torch.device, log: StepLog) -> str:
     """Return the mode of torch.compile; empty for none. A CPU run is over before compiling would pay.
 
+    Batches of sentences have many lengths, and each would be compiled for longer than an epoch takes.
+
     Raises:
         UserError: a mode is asked for that this machine lacks the tools for.
     """
     on_gpu = device.type == "cuda"
-    if config.compile == "off" or (config.compile == "auto" and not on_gpu):
+    pays = on_gpu and not TASKS[task_of(config.architecture)].of_text
+    if config.compile == "off" or (config.compile == "auto" and not pays):
         return ""
     missing = _missing_for_triton() if on_gpu else ""
     if config.compile != "auto":

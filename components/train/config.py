@@ -123,8 +123,8 @@ class TrainConfig(StepConfig):
     ] = Field(
         "auto",
         description="Mode of torch.compile, or off. tuned tries block sizes of its kernels one after the other, which "
-        "takes minutes once. reduce-overhead and max-autotune use CUDA graphs. auto is default on GPUs and off on "
-        "CPUs.",
+        "takes minutes once. reduce-overhead and max-autotune use CUDA graphs. auto is off on CPUs and for sentences, "
+        "else default.",
     )
     deterministic: bool = Field(
         False, description="The same bits from the same seed on the same machine; slower on GPUs."

@@ -382,13 +382,13 @@ class FrameBatches:
         )
         self._pipe.build()
 
-    def transform(self, frames: Any) -> Any:
+    def transform(self, frames: Sequence[Any]) -> Any:
         """[B, 3, crop_size, crop_size] float32, normalized: an array, on a GPU a tensor there.
 
         Args:
-            frames: [H, W, 3] uint8 RGB each, of any sizes; arrays, on a GPU tensors there, or one of all of them.
+            frames: [H, W, 3] uint8 RGB each, of any sizes; arrays, on a GPU tensors there.
         """
-        self._pipe.feed_input("frames", frames)
+        self._pipe.feed_input("frames", list(frames))
         self._pipe.feed_input("shapes", [np.array(frame.shape, np.int64) for frame in frames])
         (images,) = self._pipe.run()
         if not self._on_gpu:

@@ -249,6 +249,11 @@ def test_the_mode_of_compiling(
         assert bool(log.said) == bool(warning)
 
 
+def test_sentences_of_many_lengths_are_not_compiled() -> None:
+    config = resolve(TrainConfig, "train", {"architecture": "translation/transformer_small"})
+    assert pick_compile_mode(config, GPU, Log()) == ""
+
+
 def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import torch._inductor.config as inductor
 
