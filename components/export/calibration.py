@@ -210,10 +210,8 @@ def compute_scale(histogram: Histogram, method: str, percentile: float = 99.99) 
         EngineryError: no samples, or `percentile` out of range.
     """
     if histogram.num_values == 0:
-        raise EngineryError(
-            f"calibration: tensor '{histogram.name}' saw no samples. Give at least one batch of images.",
-            code="no-calibration-images",
-        )
+        message = f"calibration: tensor '{histogram.name}' saw no samples. Give at least one batch of images."
+        raise EngineryError(message, code="no-calibration-images")
     if histogram.max_abs == 0.0:
         return ZERO_TENSOR_SCALE
     return min(RANGES[method](histogram, percentile), histogram.max_abs) / INT8_MAX
@@ -401,10 +399,8 @@ def _collected(
 def _check_known(model: onnx.ModelProto, tensors: Sequence[str], source: str) -> None:
     known = {name for node in model.graph.node for name in node.output} | {model.graph.input[0].name}
     if missing := [name for name in tensors if name not in known]:
-        raise EngineryError(
-            f"calibration: {source} has no tensor named {missing[:3]}. Was it exported again since?",
-            code="unknown-tensor",
-        )
+        message = f"calibration: {source} has no tensor named {missing[:3]}. Was it exported again since?"
+        raise EngineryError(message, code="unknown-tensor")
 
 
 Histograms = dict[str, Histogram]

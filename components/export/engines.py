@@ -188,10 +188,8 @@ def _plan(trt: ModuleType, order: _Order) -> tuple[Any, tuple[str, ...], int | N
             plan, flags = _try_to_build(trt, order, model.SerializeToString())
             reasons = "" if plan is not None else logger.take_errors()
     if plan is None:
-        raise EngineryError(
-            f"TensorRT {trt.__version__} can't build {order.onnx_path} as {order.precision}: {reasons}",
-            code="build-failed",
-        )
+        message = f"TensorRT {trt.__version__} can't build {order.onnx_path} as {order.precision}: {reasons}"
+        raise EngineryError(message, code="build-failed")
     return plan, flags, kept_bits
 
 
@@ -243,10 +241,8 @@ def _try_to_build(trt: ModuleType, order: _Order, model: bytes) -> tuple[Any, tu
 
 def _check_precision(precision: str) -> None:
     if precision not in _STRONGLY_TYPED_FILES:
-        raise UserError(
-            f"unknown precision {precision!r}; engines exist in {', '.join(_STRONGLY_TYPED_FILES)}",
-            code="unknown-precision",
-        )
+        message = f"unknown precision {precision!r}; engines exist in {', '.join(_STRONGLY_TYPED_FILES)}"
+        raise UserError(message, code="unknown-precision")
 
 
 def is_strongly_typed() -> bool:

@@ -252,10 +252,8 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
                 "model.eval()",
                 code="random-answers",
             )
-        raise UserError(
-            f"{source}: its answers change when converted from opset {opset} to {OPSET}. {_fix(proto)}",
-            code="conversion-differs",
-        )
+        message = f"{source}: its answers change when converted from opset {opset} to {OPSET}. {_fix(proto)}"
+        raise UserError(message, code="conversion-differs")
     tail = _Tail.of(proto.graph)
     last = tail.last
     _check_varies(expected, last, source)
@@ -313,10 +311,8 @@ def _parse(content: bytes, path: Path) -> onnx.ModelProto:
         )
     operators = {node.op_type for node in proto.graph.node}
     if found := operators & {"If", "Loop", "Scan"}:
-        raise UserError(
-            f"{path}: holds control flow ({sorted(found)}), supported are plain graphs. {_REEXPORT}",
-            code="unsupported-graph",
-        )
+        message = f"{path}: holds control flow ({sorted(found)}), supported are plain graphs. {_REEXPORT}"
+        raise UserError(message, code="unsupported-graph")
     if found := operators & {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "ConvInteger"}:
         raise UserError(
             f"{path}: is already quantized ({sorted(found)}). Give the FP32 model.", code="already-quantized"
@@ -331,10 +327,8 @@ def _parse(content: bytes, path: Path) -> onnx.ModelProto:
                 f"{path}: the weights '{tensor.name}' are damaged ({error}). {_REEXPORT}", code="weights-damaged"
             ) from None
         if not is_finite:
-            raise UserError(
-                f"{path}: the weights '{tensor.name}' hold NaN or infinity. Take an earlier checkpoint.",
-                code="weights-not-finite",
-            )
+            message = f"{path}: the weights '{tensor.name}' hold NaN or infinity. Take an earlier checkpoint."
+            raise UserError(message, code="weights-not-finite")
     return proto
 
 
@@ -384,10 +378,8 @@ def _describe(proto: onnx.ModelProto, path: Path) -> OnnxClassifier:
             code="dynamic-size",
         )
     if max(height, width) > _MAX_SIDE:
-        raise UserError(
-            f"{path}: input '{image.name}' has shape {size}, supported are sides of at most {_MAX_SIDE:,}",
-            code="image-too-large",
-        )
+        message = f"{path}: input '{image.name}' has shape {size}, supported are sides of at most {_MAX_SIDE:,}"
+        raise UserError(message, code="image-too-large")
     output_size = _dims(logits) or _dims(onnx.shape_inference.infer_shapes(proto).graph.output[0])
     if len(output_size) > 2 and 1 not in output_size[1:]:
         others = [spec for spec in TASKS.values() if not (spec.classifies or spec.of_text)]
@@ -549,10 +541,8 @@ def _probe_images(shapes: ShapeSpec) -> np.ndarray:
 
 def _check_finite(answers: np.ndarray, source: Path) -> None:
     if not np.isfinite(answers).all():
-        raise UserError(
-            f"{source}: its answers to two random images hold NaN or infinity. Take an earlier checkpoint.",
-            code="answers-not-finite",
-        )
+        message = f"{source}: its answers to two random images hold NaN or infinity. Take an earlier checkpoint."
+        raise UserError(message, code="answers-not-finite")
 
 
 def _check_varies(answers: np.ndarray, last: onnx.NodeProto | None, source: Path) -> None:

@@ -120,10 +120,8 @@ def check_model(model: Path, architecture: str, classes: Sequence[str] | None, i
         own, fix = found.classes, "name another model"
         check_task(f"the model {model}", found.task, task_of(architecture), fix)
         if classes is not None and own != tuple(classes):
-            raise UserError(
-                f"the model {model} has other classes than the data: {compare_classes(own, tuple(classes))}",
-                code="other-classes",
-            )
+            message = f"the model {model} has other classes than the data: {compare_classes(own, tuple(classes))}"
+            raise UserError(message, code="other-classes")
         if checkpoint is not None:
             _module_of_checkpoint(checkpoint)
         return

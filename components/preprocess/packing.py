@@ -498,10 +498,8 @@ def resume(records: Path, digest: str, log: StepLog) -> None:
     elif plan.read_bytes() == digest.encode():
         log.note("resuming where an earlier run stopped")
     else:
-        raise UserError(
-            f"{records.parent} holds an unfinished dataset of other images or settings; empty it or name another",
-            code="other-unfinished-output",
-        )
+        message = f"{records.parent} holds an unfinished dataset of other images or settings; empty it or name another"
+        raise UserError(message, code="other-unfinished-output")
 
 
 def pack(config: PreprocessConfig, tasks: Sequence[ShardTask], log: StepLog) -> list[ShardRecord]:

@@ -71,10 +71,8 @@ def remeasure(
         try:
             return _measure(bundle, precision, data, progress)
         except ModuleNotFoundError as error:
-            raise RuntimeUnavailable(
-                f"{error.name} is not installed here, and measuring needs PyTorch, DALI, and OpenVINO or TensorRT",
-                code="no-runtime",
-            ) from error
+            message = f"{error.name} is not installed here, and measuring needs PyTorch, DALI, and OpenVINO or TensorRT"
+            raise RuntimeUnavailable(message, code="no-runtime") from error
 
 
 def _measure(

@@ -62,10 +62,8 @@ def _items(sent: Any, column: str = COLUMN, taken: str = TAKEN) -> Iterable[Any]
         return list(sent[column] if column in sent.columns else sent.iloc[:, 0])
     if isinstance(sent, Mapping):
         if column not in sent:
-            raise UserError(
-                f"there is no key {column!r}, the keys are {', '.join(map(repr, sent)) or 'none'}; {taken}",
-                code="no-column",
-            )
+            message = f"there is no key {column!r}, the keys are {', '.join(map(repr, sent)) or 'none'}; {taken}"
+            raise UserError(message, code="no-column")
         return _items(sent[column], column, taken)
     if isinstance(sent, pd.Series | list | tuple):
         return list(sent)
@@ -76,10 +74,8 @@ def _items(sent: Any, column: str = COLUMN, taken: str = TAKEN) -> Iterable[Any]
 
 def _items_of_array(sent: np.ndarray) -> Iterable[Any]:
     if sent.dtype.kind == "S":  # NumPy drops zeros at the end of these
-        raise UserError(
-            f"an array of {sent.dtype} cuts bytes off; use a list, or an array of dtype object. {TAKEN}",
-            code="fixed-width-bytes",
-        )
+        message = f"an array of {sent.dtype} cuts bytes off; use a list, or an array of dtype object. {TAKEN}"
+        raise UserError(message, code="fixed-width-bytes")
     if sent.dtype.kind in "OU":  # of files' contents, base64 texts, paths or arrays
         return sent.reshape(-1).tolist()
     return list(sent) if sent.ndim == 4 else [sent]
@@ -122,10 +118,8 @@ def _from_pixels(pixels: np.ndarray, name: str) -> bytes:
             f"{name} is an array of shape {pixels.shape}; pixels are [height, width, 3] in RGB", code="pixel-shape"
         )
     if pixels.dtype.kind not in "iu":
-        raise UserError(
-            f"{name} is an array of {pixels.dtype}; pixels are uint8, 0 to 255, neither scaled nor normalized",
-            code="pixel-type",
-        )
+        message = f"{name} is an array of {pixels.dtype}; pixels are uint8, 0 to 255, neither scaled nor normalized"
+        raise UserError(message, code="pixel-type")
     if pixels.min() < 0 or pixels.max() > 255:
         raise UserError(
             f"{name} has pixels from {pixels.min()} to {pixels.max()}; they go from 0 to 255", code="pixel-range"

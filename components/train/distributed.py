@@ -216,10 +216,8 @@ def find_world() -> World:
         numbers = {name: int(str(given[name])) for name in _TORCHRUN if name != "MASTER_ADDR"}
     except ValueError:
         found = ", ".join(f"{name}={value}" for name, value in given.items())
-        raise UserError(
-            f"torchrun's variables must be numbers, found {found}; start the processes with torchrun",
-            code="no-torchrun",
-        ) from None
+        message = f"torchrun's variables must be numbers, found {found}; start the processes with torchrun"
+        raise UserError(message, code="no-torchrun") from None
     local_rank, num_gpus = numbers["LOCAL_RANK"], torch.cuda.device_count()
     if 0 < num_gpus <= local_rank:
         raise UserError(

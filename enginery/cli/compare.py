@@ -25,10 +25,8 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
     version of a registered model: NAME@champion, NAME/3 or NAME:3.
     """
     if len(names) < 2:
-        raise UserError(
-            f"compare takes two or more runs, such as ID latest; got {len(names)}. See `enginery runs`",
-            code="too-few-runs",
-        )
+        message = f"compare takes two or more runs, such as ID latest; got {len(names)}. See `enginery runs`"
+        raise UserError(message, code="too-few-runs")
     runs = StateDirectory.current().runs
     registry = open_registry() if any(is_reference(name) for name in names) else None
     with registry.reached("nothing is compared") if registry is not None else nullcontext():
@@ -37,10 +35,8 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
             for name in names
         ]
     if len({summary.run_id for summary in summaries}) < len(summaries):
-        raise UserError(
-            f"{', '.join(names)} name the same run twice ({summaries[-1].run_id}); name different ones",
-            code="same-run-twice",
-        )
+        message = f"{', '.join(names)} name the same run twice ({summaries[-1].run_id}); name different ones"
+        raise UserError(message, code="same-run-twice")
     result = compare_runs(summaries)
     if as_json:
         click.echo(result.model_dump_json(indent=1))

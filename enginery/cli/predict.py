@@ -152,10 +152,8 @@ def _lines(text: bytes) -> list[bytes]:
 def _named_images(images: Sequence[str]) -> Iterator[tuple[str, Callable[[], bytes]]]:
     """Each image's name and the function that reads it."""
     if not images:
-        raise UserError(
-            "predict takes one or more images: enginery predict IMAGE [IMAGE ...]; - is the standard input",
-            code="no-images",
-        )
+        message = "predict takes one or more images: enginery predict IMAGE [IMAGE ...]; - is the standard input"
+        raise UserError(message, code="no-images")
     if images.count(_STDIN) > 1:
         raise UserError(
             f"{_STDIN} is the standard input, which holds one image; name it once", code="standard-input-twice"

@@ -147,10 +147,8 @@ def load_pipeline(path: Path) -> PipelineFile:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # user code: whatever it raises
-        raise UserError(
-            f"{path} can't be imported: {type(error).__name__}: {error}. `python {path} --help` shows where",
-            code="pipeline-not-importable",
-        ) from error
+        message = f"{path} can't be imported: {type(error).__name__}: {error}. `python {path} --help` shows where"
+        raise UserError(message, code="pipeline-not-importable") from error
     found = [value for value in vars(module).values() if isinstance(value, GraphComponent)]
     if not found:
         text = f"{path} defines no pipeline; decorate its function with @kfp.dsl.pipeline"

@@ -61,10 +61,8 @@ def find_version(registry: "Registry", text: str) -> "RegisteredVersion":
     """
     match = _REFERENCE.fullmatch(text)
     if match is None:
-        raise UserError(
-            f"{text!r} names no version; write NAME@alias or NAME/VERSION. See `enginery models`",
-            code="invalid-reference",
-        )
+        message = f"{text!r} names no version; write NAME@alias or NAME/VERSION. See `enginery models`"
+        raise UserError(message, code="invalid-reference")
     if match["alias"]:
         return registry.by_alias(match["name"], match["alias"])
     return registry.version(match["name"], match["number"])

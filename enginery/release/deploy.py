@@ -30,10 +30,8 @@ def set_values(text: str, values: Mapping[KeyPath, Scalar], file: str) -> str:
         text = _set(text, path, value, file)
         _put(wanted, path, value)
     if parse(text, file) != wanted:
-        raise UserError(
-            f"{file} is written so that {', '.join(map('.'.join, values))} can't be set in place. {_PLAINLY}",
-            code="value-not-settable",
-        )
+        message = f"{file} is written so that {', '.join(map('.'.join, values))} can't be set in place. {_PLAINLY}"
+        raise UserError(message, code="value-not-settable")
     return text
 
 
@@ -95,10 +93,8 @@ def _set(text: str, path: KeyPath, value: Scalar, file: str) -> str:
         start, end = node.start_mark.index, node.end_mark.index
         return text[:start] + (" " if start == end else "") + written + text[end:]
     if not isinstance(node, yaml.MappingNode) or node.flow_style or not node.value:
-        raise UserError(
-            f"{'.'.join(path)} can't be set in {file}, line {node.start_mark.line + 1}. {_PLAINLY}",
-            code="value-not-settable",
-        )
+        message = f"{'.'.join(path)} can't be set in {file}, line {node.start_mark.line + 1}. {_PLAINLY}"
+        raise UserError(message, code="value-not-settable")
     column = node.value[0][0].start_mark.column
     end_of_line = text.find("\n", _end(node))
     at = len(text) if end_of_line < 0 else end_of_line

@@ -219,10 +219,8 @@ def _download(source: str, folder: Path, digest: str) -> None:
         raise
     except Exception as error:  # each store's client has its own
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise EngineryError(
-            f"can't download {source}: {reason}. Is the artifact there, and may these credentials read it?",
-            code="download-failed",
-        ) from error
+        message = f"can't download {source}: {reason}. Is the artifact there, and may these credentials read it?"
+        raise EngineryError(message, code="download-failed") from error
 
 
 def _download_listed(source: str, folder: Path, digest: str) -> None:
@@ -257,10 +255,8 @@ def _check_sizes(source: str, folder: Path, most: Mapping[str, int], there: Mapp
     for name, size_bytes in most.items():
         if not 0 <= there.get(name, -1) <= size_bytes:
             has = f"{there[name]:,} bytes" if there.get(name, -1) >= 0 else "no such file"
-            raise EngineryError(
-                f"{name} can have {size_bytes:,} bytes, and {source} has {has}. Upload the artifact again",
-                code="file-damaged",
-            )
+            message = f"{name} can have {size_bytes:,} bytes, and {source} has {has}. Upload the artifact again"
+            raise EngineryError(message, code="file-damaged")
     needed, free = sum(there[name] for name in most), shutil.disk_usage(folder).free - _SPARED_BYTES
     if needed > free:
         raise EngineryError(f"{source} has {needed:,} bytes, and {folder} has room for {free:,}", code="no-space")

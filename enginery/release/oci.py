@@ -194,10 +194,8 @@ async def _pull(address: Address, folder: Path) -> None:
             data = await _bounded(answer)
         digest = digest_bytes(data)
         if address.digest and digest != address.digest:
-            raise EngineryError(
-                f"the registry has another manifest at {address}: {digest}. Push the artifact again",
-                code="other-manifest",
-            )
+            message = f"the registry has another manifest at {address}: {digest}. Push the artifact again"
+            raise EngineryError(message, code="other-manifest")
         files = _files_of(address, data)
         needed = sum(layer.size for layer in files.values())
         if needed > (free := shutil.disk_usage(folder).free - _SPARED_BYTES):
@@ -378,10 +376,8 @@ class _Registry:
             403: "these credentials don't suffice: see `docker login`",
             404: "check the address: nothing is there, or these credentials don't see it",
         }.get(answer.status, "it should not")
-        raise EngineryError(
-            f"{self.address}: {answer.method} was answered {answer.status} by {answer.url.host}; {fix}",
-            code="registry-refused",
-        )
+        message = f"{self.address}: {answer.method} was answered {answer.status} by {answer.url.host}; {fix}"
+        raise EngineryError(message, code="registry-refused")
 
     async def upload(self, data: Path | bytes, kind: str) -> dict[str, Any]:
         """Write a blob where it is not there yet; its descriptor."""
@@ -397,10 +393,8 @@ class _Registry:
                 self.check(answer, 202)
                 place = answer.url.join(yarl.URL(answer.headers.get("Location", ""), encoded=True))
             if place.origin() != self.address.origin:
-                raise EngineryError(
-                    f"{self.address.registry} wants files sent to {place.host}, which is not itself",
-                    code="upload-elsewhere",
-                )
+                message = f"{self.address.registry} wants files sent to {place.host}, which is not itself"
+                raise EngineryError(message, code="upload-elsewhere")
             put = f"{place}{'&' if place.query_string else '?'}digest={digest}"
             async with await self.call("PUT", put, data, kind="application/octet-stream") as answer:
                 self.check(answer, 201)
@@ -444,7 +438,5 @@ def _credentials(registry: str) -> str:
         found = json.loads(done.stdout)
         return "Basic " + base64.b64encode(f"{found['Username']}:{found['Secret']}".encode()).decode()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, subprocess.SubprocessError) as error:
-        raise UserError(
-            f"can't read credentials for {registry} by {file} ({type(error).__name__}); correct it: docker login",
-            code="credentials-unreadable",
-        ) from None
+        message = f"can't read credentials for {registry} by {file} ({type(error).__name__}); correct it: docker login"
+        raise UserError(message, code="credentials-unreadable") from None

@@ -365,10 +365,8 @@ def read_list(folder: Path) -> bytes:
     if file.is_symlink():
         raise EngineryError(f"{file} is a symbolic link; a release holds plain files", code="symbolic-link")
     if not file.is_file():
-        raise UserError(
-            f"{folder} is no release: it has no {SUMS}. Name a folder that `enginery release` wrote",
-            code="not-a-release",
-        )
+        message = f"{folder} is no release: it has no {SUMS}. Name a folder that `enginery release` wrote"
+        raise UserError(message, code="not-a-release")
     if file.stat().st_size > _MAX_SUMS_BYTES:
         raise EngineryError(f"{file} has more than {_MAX_SUMS_BYTES:,} bytes, as no release has", code="not-a-release")
     return file.read_bytes()

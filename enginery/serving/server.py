@@ -97,10 +97,8 @@ class Ports:
         """
         given = {"http": self.http, "grpc": self.grpc, "metrics": self.metrics}
         if len(set(given.values())) < len(given):
-            raise UserError(
-                f"the ports for HTTP, gRPC and metrics must differ, got {', '.join(map(str, given.values()))}",
-                code="equal-ports",
-            )
+            message = f"the ports for HTTP, gRPC and metrics must differ, got {', '.join(map(str, given.values()))}"
+            raise UserError(message, code="equal-ports")
         for name, port in given.items():
             with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -121,10 +121,8 @@ def registered_chain(
             version.label, digests, statements, environment=environment, model=version.name, version=version.number
         )
         if not chain.verdict.manifest.passed:
-            raise GateFailed(
-                f"{version.label} did not pass its gate, and nothing overrules that: see `enginery audit`",
-                code="gate-failed",
-            )
+            message = f"{version.label} did not pass its gate, and nothing overrules that: see `enginery audit`"
+            raise GateFailed(message, code="gate-failed")
         for problem in contradictions(chain):
             raise EngineryError(f"{version.label} does not fit itself: {problem}", code="inconsistent-version")
         yield chain

@@ -504,10 +504,8 @@ def read_manifest(file: Path, kind: str) -> bytes:
     """
     try:
         if file.stat().st_size > MAX_MANIFEST_BYTES:
-            raise EngineryError(
-                f"{file} has more than {MAX_MANIFEST_BYTES:,} bytes, so it is no manifest; {how_to_renew(kind)}",
-                code="invalid-manifest",
-            )
+            message = f"{file} has more than {MAX_MANIFEST_BYTES:,} bytes, so it is no manifest; {how_to_renew(kind)}"
+            raise EngineryError(message, code="invalid-manifest")
         return file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(

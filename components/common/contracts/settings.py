@@ -176,10 +176,8 @@ def load_yaml(path: Path) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise UserError(
-            f"{path} must hold a mapping of settings, found a {type(value).__name__}; write lines of KEY: VALUE",
-            code="invalid-yaml",
-        )
+        message = f"{path} must hold a mapping of settings, found a {type(value).__name__}; write lines of KEY: VALUE"
+        raise UserError(message, code="invalid-yaml")
     return value
 
 

@@ -107,10 +107,8 @@ def check_encoded(data: bytes, name: str) -> int:
     try:
         with open_image(data) as image:
             if image.format == "TIFF" and image.mode not in _TIFF_MODES:
-                raise UserError(
-                    f"{name} is a TIFF of mode {image.mode}, which is not supported; {_ACCEPTED}",
-                    code="unsupported-tiff",
-                )
+                message = f"{name} is a TIFF of mode {image.mode}, which is not supported; {_ACCEPTED}"
+                raise UserError(message, code="unsupported-tiff")
             if (num_pixels := image.width * image.height) > MAX_PIXELS:
                 raise UserError(
                     f"{name} is too large: {num_pixels:,} pixels, at most {MAX_PIXELS:,} are taken; make it smaller",

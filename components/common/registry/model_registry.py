@@ -193,10 +193,8 @@ class Registry:
         """
         self._check_odd_name(name)
         if not _NUMBER.fullmatch(number):
-            raise UserError(
-                f"a version is a number, such as 3; got {number!r}. See `enginery models {name}`",
-                code="invalid-version",
-            )
+            message = f"a version is a number, such as 3; got {number!r}. See `enginery models {name}`"
+            raise UserError(message, code="invalid-version")
         number = str(int(number))  # 03 is 3, and an alias shows 3
         try:
             found = patiently(lambda: self.client.get_model_version(name, number))
@@ -205,10 +203,8 @@ class Registry:
                 raise
             numbers = [version.number for version in self.versions(name)]
             there = f"there are {', '.join(numbers[:10])}" if numbers else "it has no versions any more"
-            raise UserError(
-                f"{name} has no version {number}, or it was deleted; {there}. See `enginery models {name}`",
-                code="no-version",
-            ) from None
+            message = f"{name} has no version {number}, or it was deleted; {there}. See `enginery models {name}`"
+            raise UserError(message, code="no-version") from None
         return _version(found, self._by_number(name).get(number, ()))
 
     def by_alias(self, name: str, alias: str) -> RegisteredVersion:
@@ -237,10 +233,8 @@ class Registry:
         known = self.names()
         if name not in known:
             there = f"there are {', '.join(known[:10])}" if known else "nothing is registered there yet"
-            raise UserError(
-                f"there is no registered model {name!r} in MLflow at {self.uri}; {there}. See `enginery models`",
-                code="no-model",
-            )
+            message = f"there is no registered model {name!r} in MLflow at {self.uri}; {there}. See `enginery models`"
+            raise UserError(message, code="no-model")
 
     def create_version(self, name: str, run_id: str, tags: Mapping[str, str], *, model_id: str | None = None) -> str:
         """Register what a run uploaded as a version without any alias; the model, too, where it is new.
@@ -403,10 +397,8 @@ def _downloading(what: str) -> Iterator[None]:
     except Exception as error:  # each store's client has its own
         if is_unreachable(error) and not isinstance(error, ValueError):  # an answer that is no JSON is both
             raise
-        raise EngineryError(
-            f"{what} can't be read from the registry's store: {error}. Put its files back, or delete the version",
-            code="files-missing",
-        ) from error
+        message = f"{what} can't be read from the registry's store: {error}. Put its files back, or delete the version"
+        raise EngineryError(message, code="files-missing") from error
 
 
 def _check_room(uri: str, file: str, folder: Path, tracking_uri: str) -> None:

@@ -81,10 +81,8 @@ class VersionEvaluation:
             EngineryError: it was not measured. `label` is what the message calls the version.
         """
         if self.score_pct is None:
-            raise EngineryError(
-                f"the report of {label} does not measure {self.precision.upper()}; validate it again",
-                code="precision-not-measured",
-            )
+            message = f"the report of {label} does not measure {self.precision.upper()}; validate it again"
+            raise EngineryError(message, code="precision-not-measured")
         return Measured(precision=self.precision, score_pct=self.score_pct, correct=self._correct())
 
     def _correct(self) -> np.ndarray | None:

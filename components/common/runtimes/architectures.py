@@ -151,10 +151,8 @@ def _refuse_packed(path: Path, source: str) -> None:
     with zipfile.ZipFile(path) as archive:
         num_bytes = sum(entry.file_size for entry in archive.infolist())
     if num_bytes > path.stat().st_size:
-        raise UserError(
-            f"{source} unpacks to {num_bytes:,} bytes, more than it has; save the weights again with torch.save",
-            code="weights-packed",
-        )
+        message = f"{source} unpacks to {num_bytes:,} bytes, more than it has; save the weights again with torch.save"
+        raise UserError(message, code="weights-packed")
 
 
 def _is_from_torch(path: Path) -> bool:
@@ -182,10 +180,8 @@ def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: str
         ) from None
     for name, values in model.state_dict().items():  # of this model's size: a file's few bytes may claim any
         if values.is_floating_point() and not bool(values.isfinite().all()):
-            raise UserError(
-                f"the weights {name!r} in {source} hold NaN or infinity; take an earlier checkpoint",
-                code="weights-not-finite",
-            )
+            message = f"the weights {name!r} in {source} hold NaN or infinity; take an earlier checkpoint"
+            raise UserError(message, code="weights-not-finite")
 
 
 def check_image_size(network: nn.Module, architecture: str, image_size: int) -> None:

@@ -73,10 +73,8 @@ def select_runtime(
     runtime, unused = choose_runtime(bundle, option)
     if runtime.runs_plans and not _has_plan(bundle, precision):
         if option == runtime.name:
-            raise RuntimeUnavailable(
-                f"the runtime {option} was asked for, but the bundle has no {precision.upper()} engine",
-                code="engine-missing",
-            )
+            message = f"the runtime {option} was asked for, but the bundle has no {precision.upper()} engine"
+            raise RuntimeUnavailable(message, code="engine-missing")
         runtime = next(other for other in _AUTOMATIC if not other.runs_plans)
     if precision not in bundle.manifest.models:
         held = ", ".join(sorted(bundle.manifest.models))

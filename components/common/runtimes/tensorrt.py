@@ -253,10 +253,8 @@ def profile_layers(
         if number == 5:  # the clocks are up by now
             context.profiler = profiler
         if not context.execute_async_v3(stream.cuda_stream):
-            raise EngineryError(
-                f"TensorRT failed to enqueue a batch of {batch_size}: {tensorrt_logger().take_errors()}",
-                code="enqueue-failed",
-            )
+            message = f"TensorRT failed to enqueue a batch of {batch_size}: {tensorrt_logger().take_errors()}"
+            raise EngineryError(message, code="enqueue-failed")
         stream.synchronize()
     del context, engine, runtime  # in this order: each needs the next while it lives
     return [(name, float(np.median(times))) for name, times in profiler.times.items()]
@@ -329,10 +327,8 @@ class TensorRTRunner:
         self._check_open()
         expected = self._shapes.input_shape(len(images))
         if images.shape != expected:
-            raise UserError(
-                f"the engine takes images of shape [batch, {expected[1:]}], got {images.shape}",
-                code="wrong-image-shape",
-            )
+            message = f"the engine takes images of shape [batch, {expected[1:]}], got {images.shape}"
+            raise UserError(message, code="wrong-image-shape")
         outputs = np.empty((len(images), *self._streams[0].output_shape[1:]), np.float32)
         if isinstance(images, np.ndarray):
             images = torch.from_numpy(np.require(images, np.float32, ["C", "W"]))
@@ -466,10 +462,8 @@ class _InferenceStream:
         context.set_tensor_address(self._shapes.input_name, buffers.device_in.data_ptr())
         context.set_tensor_address(self._shapes.output_name, buffers.device_out.data_ptr())
         if not context.execute_async_v3(self._compute.cuda_stream):
-            raise EngineryError(
-                f"TensorRT failed to enqueue a batch of {batch}: {tensorrt_logger().take_errors()}",
-                code="enqueue-failed",
-            )
+            message = f"TensorRT failed to enqueue a batch of {batch}: {tensorrt_logger().take_errors()}"
+            raise EngineryError(message, code="enqueue-failed")
 
     def prepare(self, batch: int) -> None:
         """Fill both sets of buffers with random numbers (zeros save power and run faster) and capture their graphs."""

@@ -78,10 +78,8 @@ class TorchGraph:
         self.input_name, self.output_name = _input_and_output(model)
         opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
         if opset not in _OPSETS:
-            raise EngineryError(
-                f"PyTorch runner: opset {opset}, supported are {_OPSETS.start} to {_OPSETS.stop - 1}",
-                code="unsupported-opset",
-            )
+            message = f"PyTorch runner: opset {opset}, supported are {_OPSETS.start} to {_OPSETS.stop - 1}"
+            raise EngineryError(message, code="unsupported-opset")
         constants, nodes = _folded(model.graph)
         self.nodes = _with_fused_pairs(nodes, constants, self.output_name)
         read = {name for node in self.nodes for name in node.inputs}
@@ -206,10 +204,8 @@ def _input_and_output(model: onnx.ModelProto) -> tuple[str, str]:
     inputs = [value.name for value in model.graph.input if value.name not in initializers]
     outputs = [value.name for value in model.graph.output]
     if len(inputs) != 1 or len(outputs) != 1:
-        raise EngineryError(
-            f"PyTorch runner: the model has inputs {inputs} and outputs {outputs}, expected one of each",
-            code="not-a-classifier",
-        )
+        message = f"PyTorch runner: the model has inputs {inputs} and outputs {outputs}, expected one of each"
+        raise EngineryError(message, code="not-a-classifier")
     return inputs[0], outputs[0]
 
 
@@ -293,10 +289,8 @@ def _outputs(node: TorchNode, inputs: Sequence[Tensor | None]) -> dict[str, Tens
         raise  # smaller batches help, which the caller decides
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         shapes = [None if tensor is None else list(tensor.shape) for tensor in inputs]
-        raise EngineryError(
-            f"PyTorch runner: {node.op_type} '{node.id}' failed on inputs of shapes {shapes}: {error}",
-            code="operator-failed",
-        ) from error
+        message = f"PyTorch runner: {node.op_type} '{node.id}' failed on inputs of shapes {shapes}: {error}"
+        raise EngineryError(message, code="operator-failed") from error
     tensors = (result,) if isinstance(result, Tensor) else result
     return dict(zip((name for name in node.outputs if name), tensors, strict=False))
 

@@ -435,10 +435,8 @@ def average_pool(
 def _pool_pads(x: Tensor, kernel: list[int], pads: list[int] | None) -> tuple[list[int], list[int]]:
     """Padding before and after, for height and width."""
     if x.dim() != 4 or len(kernel) != 2:
-        raise EngineryError(
-            f"PyTorch runner: pooling takes [B, C, H, W], got a tensor of shape {list(x.shape)}",
-            code="unsupported-operators",
-        )
+        message = f"PyTorch runner: pooling takes [B, C, H, W], got a tensor of shape {list(x.shape)}"
+        raise EngineryError(message, code="unsupported-operators")
     return (list(pads[:2]), list(pads[2:])) if pads else ([0, 0], [0, 0])
 
 

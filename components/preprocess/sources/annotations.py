@@ -382,10 +382,8 @@ def _coco_file(tree: Tree, path: str, with_outlines: bool) -> _CocoFile | None:
             else:
                 content.objects.add(entry)
                 if len(content.objects) > _MAX_OBJECTS:
-                    raise UserError(
-                        f"{where} has more than {_MAX_OBJECTS:,} annotations; write several files",
-                        code="annotations-too-large",
-                    )
+                    message = f"{where} has more than {_MAX_OBJECTS:,} annotations; write several files"
+                    raise UserError(message, code="annotations-too-large")
     return content if {"images", "annotations"} <= kinds else None
 
 

@@ -196,10 +196,8 @@ class LocalTree:
             with os.scandir(full) as entries:
                 return sorted((entry for entry in entries if is_visible(entry.name)), key=lambda entry: entry.name)
         except OSError as error:
-            raise UserError(
-                f"can't read {shown(self.name, path)}: {error.strerror}; make it readable for you (chmod -R u+rX)",
-                code="no-permission",
-            ) from None
+            message = f"can't read {shown(self.name, path)}: {error.strerror}; make it readable for you (chmod -R u+rX)"
+            raise UserError(message, code="no-permission") from None
 
 
 class ListedTree:
@@ -224,10 +222,8 @@ class ListedTree:
                 num_characters += len(folder)
                 folder = above
             if num_characters > _MAX_NAME_CHARACTERS:
-                raise UserError(
-                    f"{name} has too many folders, or too many in one another; take the odd ones away",
-                    code="too-many-folders",
-                )
+                message = f"{name} has too many folders, or too many in one another; take the odd ones away"
+                raise UserError(message, code="too-many-folders")
 
     def folders(self, path: str) -> list[str]:
         """As LocalTree."""
@@ -429,10 +425,8 @@ def _presplit(tree: Tree, base: str, folders: Sequence[str], storage: Storage, o
     missing = [name for name in split_names if name not in folders]
     where = shown(tree.name, base)
     if len(both := [name for name in VAL_NAMES if name in folders]) > 1:
-        raise UserError(
-            f"{where} has {'/ and '.join(both)}/, which are called the same split; keep one of them there",
-            code="two-validation-folders",
-        )
+        message = f"{where} has {'/ and '.join(both)}/, which are called the same split; keep one of them there"
+        raise UserError(message, code="two-validation-folders")
     if missing:
         raise UserError(
             f"{where} has {'/, '.join(folders[:5])}/ but no {missing[0]}/; it needs both train/ and val/. Add "
@@ -488,10 +482,8 @@ def _flat_val(tree: Tree, base: str, val: str, classes: ClassNames) -> tuple[lis
         if wnid is None:
             unlabelled[file.path] = f"{_SOLUTION} does not name it"
         elif wnid not in classes.labels:
-            raise UserError(
-                f"{_SOLUTION} gives {image_id} the class {wnid}, which train/ has not; add it to train/",
-                code="unknown-classes",
-            )
+            message = f"{_SOLUTION} gives {image_id} the class {wnid}, which train/ has not; add it to train/"
+            raise UserError(message, code="unknown-classes")
         else:
             samples.append(sample_of(file, classes.labels[wnid]))
     return samples, unlabelled
@@ -503,17 +495,13 @@ def _solution(tree: Tree, path: str) -> Mapping[str, str]:
     where = shown(tree.name, path)
     rows = csv.DictReader(io.StringIO(read_text(tree, path)))
     if not {"ImageId", "PredictionString"} <= set(rows.fieldnames or ()):
-        raise UserError(
-            f"{where} needs the columns ImageId,PredictionString; take the file that comes with ImageNet",
-            code="invalid-solution-table",
-        )
+        message = f"{where} needs the columns ImageId,PredictionString; take the file that comes with ImageNet"
+        raise UserError(message, code="invalid-solution-table")
     for number, row in enumerate(rows, 2):
         words = (row["PredictionString"] or "").split()
         if not words:
-            raise UserError(
-                f"{where}, row {number}: PredictionString is empty; take the file that comes with ImageNet",
-                code="invalid-solution-table",
-            )
+            message = f"{where}, row {number}: PredictionString is empty; take the file that comes with ImageNet"
+            raise UserError(message, code="invalid-solution-table")
         wnids[row["ImageId"]] = words[0]
     return wnids
 

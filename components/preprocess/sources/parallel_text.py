@@ -100,11 +100,8 @@ def find_texts(data: str, languages: tuple[str, str], scratch: Path) -> list[Tex
                 setting="preprocess.target_language",
             )
     if not found:
-        raise UserError(
-            f"{tree.name} has no parallel text of the languages {' and '.join(languages)}; {WANTED}",
-            code="no-parallel-text",
-            setting="data",
-        )
+        message = f"{tree.name} has no parallel text of the languages {' and '.join(languages)}; {WANTED}"
+        raise UserError(message, code="no-parallel-text", setting="data")
     return found
 
 
@@ -170,11 +167,8 @@ def _refuse_utf16(raw: bytes, where: str) -> None:
     """A file of two or four bytes a character has no line that could be used."""
     for start, name in _WIDE.items():
         if start.match(raw):
-            raise UserError(
-                f"{where} is {name}, and UTF-8 is needed; convert it: iconv -f {name} -t UTF-8 FILE > OTHER",
-                code="not-utf8",
-                setting="data",
-            )
+            message = f"{where} is {name}, and UTF-8 is needed; convert it: iconv -f {name} -t UTF-8 FILE > OTHER"
+            raise UserError(message, code="not-utf8", setting="data")
 
 
 class _Opened:

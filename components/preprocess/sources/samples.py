@@ -62,10 +62,8 @@ def parse_class_names(text: str, where: str, *, is_fetched: bool = False) -> Cla
     keys = [match[1] for match in synsets if match] if all(synsets) else lines
     if twice := sorted(name for name, times in Counter(keys).items() if times > 1):
         which = NOT_SHOWN if is_fetched else ", ".join(twice[:5])
-        raise UserError(
-            f"{where} names a class twice: {which}. Each line must name another class",
-            code="duplicate-class-names",
-        )
+        message = f"{where} names a class twice: {which}. Each line must name another class"
+        raise UserError(message, code="duplicate-class-names")
     if not all(synsets):
         return plain_names(lines)
     shown = [match[2].partition(",")[0].strip() for match in synsets if match]

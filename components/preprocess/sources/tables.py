@@ -184,20 +184,16 @@ def csv_rows(table: Path, name: str) -> Iterator[TableRow]:
                     row = {key: cells[at].strip() if at < len(cells) else "" for key, at in columns.items()}
                     yield TableRow(number, row["path"], row["label"], row.get("split"))
         except csv.Error as error:
-            raise UserError(
-                f"{name} is no CSV after row {number} ({error}); write it again with quotes closed",
-                code="damaged-table",
-            ) from None
+            message = f"{name} is no CSV after row {number} ({error}); write it again with quotes closed"
+            raise UserError(message, code="damaged-table") from None
 
 
 def _lines(file: IO[str], name: str) -> Iterator[str]:
     """Lines that fit into memory."""
     while line := file.readline(_MAX_LINE + 1):
         if len(line) > _MAX_LINE:
-            raise UserError(
-                f"{name} has a line of more than {_MAX_LINE:,} characters; write one image per line",
-                code="table-too-large",
-            )
+            message = f"{name} has a line of more than {_MAX_LINE:,} characters; write one image per line"
+            raise UserError(message, code="table-too-large")
         yield line
 
 

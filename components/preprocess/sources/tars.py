@@ -308,10 +308,8 @@ def _open_zst(path: Path) -> Any:
             return importlib.import_module(module).open(path, "rb")
         except ImportError:
             continue
-    raise UserError(
-        f"this Python can't read {path.name}; unpack it to a .tar (zstd -d), or pip install zstandard",
-        code="missing-package",
-    )
+    message = f"this Python can't read {path.name}; unpack it to a .tar (zstd -d), or pip install zstandard"
+    raise UserError(message, code="missing-package")
 
 
 @dataclass(frozen=True)
@@ -391,10 +389,8 @@ def _webdataset(beside: Place, storage: Storage, images: Sequence[_Image], name:
         else:
             reasons[image.file.path] = label
     if samples["val"] and not samples["train"]:
-        raise UserError(
-            f"{name} has validation tars but no images for training; add tars whose names begin with train",
-            code="missing-split",
-        )
+        message = f"{name} has validation tars but no images for training; add tars whose names begin with train"
+        raise UserError(message, code="missing-split")
     splits = samples if samples["val"] else hold_out(samples["train"], names.names, options, is_fetched=is_fetched)
     return with_refused(Source(classes=names.names, splits=splits, storage=storage), reasons)
 

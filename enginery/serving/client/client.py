@@ -92,10 +92,8 @@ async def find_classifier(transport: Transport, name: str | None) -> ClassifierM
             code="several-models",
             setting="model",
         )
-    raise UserError(
-        f"this server has no model that takes image files ({', '.join(names) or 'no models'}); {_WANTED}",
-        code="no-classifier",
-    )
+    message = f"this server has no model that takes image files ({', '.join(names) or 'no models'}); {_WANTED}"
+    raise UserError(message, code="no-classifier")
 
 
 _WANTED = "such a model has one BYTES input and the outputs BYTES and FP32, as `enginery serve` sets it up"

@@ -142,10 +142,8 @@ def _without_batching(
         _ask(client, lambda opened: opened.load(served.name, config))
         changed = _ask(client, lambda opened: opened.network())
         if changed.batches:
-            raise EngineryError(
-                f"the server put dynamic batching back into {served.name}: it can't be switched off",
-                code="loading-ignored",
-            )
+            message = f"the server put dynamic batching back into {served.name}: it can't be switched off"
+            raise EngineryError(message, code="loading-ignored")
         return tester.measure(_WITHOUT, changed, budget_ms)
     finally:
         # By name alone Triton would keep the other settings, since no file of the model changed.
