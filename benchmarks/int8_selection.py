@@ -34,13 +34,7 @@ from components.export.config import CALIBRATION_METHODS
 @click.option("--runtime", default="openvino", type=click.Choice(["openvino", "torch"]), help="What runs the models.")
 @click.option("--set", "assignments", multiple=True, help="KEY=VALUE of export, for every variant.")
 def main(
-    checkpoint: Path,
-    dataset: Path,
-    work: Path,
-    name: str,
-    results: Results,
-    runtime: str,
-    assignments: tuple[str, ...],
+    checkpoint: Path, dataset: Path, work: Path, name: str, results: Results, runtime: str, assignments: tuple[str, ...]
 ) -> None:
     variants: dict[str, list[str]] = {
         method: ["--calibration-method", method, "--fallback", "false"] for method in CALIBRATION_METHODS
@@ -108,11 +102,7 @@ def _predict(
         for name, file in files.items()
     }
     loader = Loader(
-        dataset,
-        "val",
-        first.manifest.transform,
-        batch_size=64,
-        device_id=0 if torch.cuda.is_available() else None,
+        dataset, "val", first.manifest.transform, batch_size=64, device_id=0 if torch.cuda.is_available() else None
     )
     return predict(runners, loader, loader.num_images, _show)
 

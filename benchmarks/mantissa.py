@@ -44,13 +44,7 @@ _TIMES: dict[str, Any] = {"warmup_s": 1.0, "duration_s": 2.0, "min_iterations": 
 @click.option("--optimization-level", default=3, help="0 builds fastest, 5 runs fastest.  [default: 3]")
 @result_options
 def main(
-    bundle: Path,
-    dataset: Path,
-    work: Path,
-    name: str,
-    bits: str,
-    optimization_level: int,
-    results: Results,
+    bundle: Path, dataset: Path, work: Path, name: str, bits: str, optimization_level: int, results: Results
 ) -> None:
     work.mkdir(parents=True, exist_ok=True)
     models, data = load(bundle, BundleManifest, verify=(".onnx",)), load(dataset, DatasetManifest)

@@ -75,10 +75,7 @@ def neural_compressor(fp32: Path, images: Any, output: Path, _: float) -> None:
             self.left = iter(images["calibration"])
 
     settings = config.StaticQuantConfig(
-        Reader(),
-        quant_format=QuantFormat.QDQ,
-        per_channel=True,
-        calibration_sampling_size=len(images["calibration"]),
+        Reader(), quant_format=QuantFormat.QDQ, per_channel=True, calibration_sampling_size=len(images["calibration"])
     )
     quantize(fp32.as_posix(), output.as_posix(), settings)
 

@@ -66,12 +66,7 @@ def main(source: str, minutes: float, server_core: int, client_core: int, result
     )
     runs = [{"minute": index, **level.model_dump()} for index, level in enumerate(levels)]
     rounded = [(round(when, 1), round(value, 2)) for when, value in memory]
-    results.write(
-        "serving_soak",
-        measures=measures,
-        runs=[*runs, {"memory_mb": rounded}],
-        notes=notes,
-    )
+    results.write("serving_soak", measures=measures, runs=[*runs, {"memory_mb": rounded}], notes=notes)
 
 
 def _hold(pid: int, rate: float, seconds: float, core: int) -> tuple[RequestSamples, list[tuple[float, float]], float]:

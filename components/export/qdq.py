@@ -194,11 +194,7 @@ class _Inserter:
         self.pairs[tensor] = [
             helper.make_node("QuantizeLinear", [tensor, *names], [code], f"{tensor}_QuantizeLinear", **attributes),
             helper.make_node(
-                "DequantizeLinear",
-                [code, *names],
-                [_dequantized(tensor)],
-                f"{tensor}_DequantizeLinear",
-                **attributes,
+                "DequantizeLinear", [code, *names], [_dequantized(tensor)], f"{tensor}_DequantizeLinear", **attributes
             ),
         ]
 

@@ -302,12 +302,7 @@ def _device(fp32: onnx.ModelProto, calibration: Samples, log: StepLog) -> torch.
 
 
 def _calibrate(
-    fp32: onnx.ModelProto,
-    fp32_file: Path,
-    calibration: Samples,
-    device: torch.device,
-    cache: Path | None,
-    log: StepLog,
+    fp32: onnx.ModelProto, fp32_file: Path, calibration: Samples, device: torch.device, cache: Path | None, log: StepLog
 ) -> _Calibrated:
     """Histograms of the activations, from the cache or collected now."""
     started, tensors = time.monotonic(), activation_tensors(fp32, scores=device.type == "cpu")

@@ -11,8 +11,7 @@ class MergeConfig(StepConfig):
     """Parts to join, and the limits of the whole."""
 
     parts: tuple[str, ...] = Field(
-        min_length=1,
-        description="Output directories of preprocess, one of each part, such as [PART1, PART2].",
+        min_length=1, description="Output directories of preprocess, one of each part, such as [PART1, PART2]."
     )
     on_leak: Literal["as_packed", "fail", "warn"] = Field(
         "as_packed",

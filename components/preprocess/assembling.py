@@ -13,13 +13,7 @@ import numpy as np
 from components.common.contracts.digests import digest_file
 from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import UserError
-from components.common.contracts.manifests import (
-    PARTIAL_OUTPUT,
-    Artifact,
-    DatasetManifest,
-    seal,
-    write_atomically,
-)
+from components.common.contracts.manifests import PARTIAL_OUTPUT, Artifact, DatasetManifest, seal, write_atomically
 from components.common.contracts.records import DatasetStatistics, Split
 from components.common.contracts.settings import fingerprinted, how_to_set
 from components.common.data.image_files import read_listing
@@ -159,11 +153,7 @@ def _find_near_duplicates(
     _join(whole, [thumbnails_file(one.records, one.record.name) for one in in_order])
     try:
         return find_near_duplicates(
-            finder,
-            whole,
-            output,
-            drops=config.near_duplicates == "drop",
-            num_threads=config.num_workers or num_cores(),
+            finder, whole, output, drops=config.near_duplicates == "drop", num_threads=config.num_workers or num_cores()
         )
     finally:
         whole.unlink()

@@ -12,10 +12,7 @@ from components.common.tasks import TASKS, TaskName
 class PreprocessConfig(StepConfig):
     """Settings of finding, splitting, checking and packing images."""
 
-    data: str = Field(
-        min_length=1,
-        description=TASKS["classification"].data,
-    )
+    data: str = Field(min_length=1, description=TASKS["classification"].data)
     task: TaskName = Field(
         "classification",
         description=f"What the data is labelled for: {', '.join(TASKS)}; docs/data.md says how it lies there.",

@@ -35,15 +35,7 @@ from components.common.process.partial_output import earlier_outputs, hold, open
 from components.common.process.steplog import StepLog
 from components.common.tasks import TASKS
 from components.preprocess.config import PreprocessConfig
-from components.preprocess.decoding import (
-    THUMBNAIL_SIDE,
-    PixelSums,
-    Rejected,
-    as_png,
-    decode,
-    gray_thumbnail,
-    shrink,
-)
+from components.preprocess.decoding import THUMBNAIL_SIDE, PixelSums, Rejected, as_png, decode, gray_thumbnail, shrink
 from components.preprocess.sources import Sample, Source, Storage, Unreadable, read_sample
 from components.preprocess.tasks import labels_of
 

@@ -10,15 +10,7 @@ from components.common.process.steplog import StepLog
 from components.common.tasks import TASKS
 from components.preprocess.assembling import RECORDS, Packed, assemble, check_rejected, join_rejected, report
 from components.preprocess.config import PreprocessConfig
-from components.preprocess.packing import (
-    open_output,
-    pack,
-    plan_digest,
-    plan_tasks,
-    record_files,
-    resume,
-    stratified,
-)
+from components.preprocess.packing import open_output, pack, plan_digest, plan_tasks, record_files, resume, stratified
 from components.preprocess.sources import check_data_folder, find_samples, is_uri, local_path
 from components.preprocess.sources.folders import is_visible
 from components.preprocess.sources.samples import VAL_NAMES

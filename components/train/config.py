@@ -44,8 +44,7 @@ class TrainConfig(StepConfig):
     )
     interpolation: Interpolation = Field("bilinear", description="Resampling filter of every resize.")
     normalization: Literal["imagenet", "dataset"] = Field(
-        "imagenet",
-        description="Mean and std that inputs are normalized with: ImageNet's, or the training split's.",
+        "imagenet", description="Mean and std that inputs are normalized with: ImageNet's, or the training split's."
     )
     pretrained: str = Field(
         "",

@@ -88,14 +88,8 @@ _KNOWN = (
         "the GPUs can't reach each other's memory: try NCCL_P2P_DISABLE=1; if that helps, PCIe access control (ACS) or "
         "the virtual machine is in the way",
     ),
-    (
-        r"nvls|multicast",
-        "NVLink multicast does not work here: set NCCL_NVLS_ENABLE=0",
-    ),
-    (
-        r"out of memory",
-        "a GPU has no memory left: nvidia-smi shows what else uses it",
-    ),
+    (r"nvls|multicast", "NVLink multicast does not work here: set NCCL_NVLS_ENABLE=0"),
+    (r"out of memory", "a GPU has no memory left: nvidia-smi shows what else uses it"),
     (
         r"driver version|CUDA driver|no kernel image",
         "the NVIDIA driver does not fit this CUDA: enginery doctor shows both versions",

@@ -108,13 +108,7 @@ _DELETE_S = 20.0  # to wait for pods when this one is asked to go: Kubernetes gi
 
 
 def train_on_nodes(
-    request: TrainJobRequest,
-    config: TrainConfig,
-    log: StepLog,
-    dataset: Path,
-    output: Path,
-    *,
-    poll_s: float = _POLL_S,
+    request: TrainJobRequest, config: TrainConfig, log: StepLog, dataset: Path, output: Path, *, poll_s: float = _POLL_S
 ) -> str:
     """Train as a TrainJob. Returns the outcome.
 

@@ -98,10 +98,7 @@ def _train(
     model = starting_model(config, num_classes, log, reads=saved is None and world.is_main)
     torch.manual_seed(config.seed + 1000003 * world.rank)  # and of its own each what a layer drops
     plan = plan_batches(
-        config,
-        world.world_size,
-        num_train_images=splits["train"].num_images,
-        num_val_images=splits["val"].num_images,
+        config, world.world_size, num_train_images=splits["train"].num_images, num_val_images=splits["val"].num_images
     )
     if data.manifest.text is None:
         check_sizes(model, config, plan)

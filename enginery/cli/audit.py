@@ -84,7 +84,7 @@ def _show_entry(console: Console, entry: dict[str, Any]) -> None:
     forced = "  [red]forced[/]" if entry["forced"] else ""
     console.print(
         f"[bold]{entry['number']:3d}[/]  {entry['when']}  {escape(entry['who'])}  {entry['kind']}{forced}  "
-        f"{escape(changes)}",
+        f"{escape(changes)}"
     )
     console.print(f"     {escape(entry['why'])}")
     if entry["overruled"]:

@@ -50,11 +50,7 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
         registered = f", registered as {run.registered}" if run.registered else ""
         console.print(f"[bold]{run.label}[/]  {run.run_id}  {status}{registered}")
     _print_measures(console, result)
-    differences = (
-        ("arguments", result.arguments),
-        ("data", result.data),
-        ("versions and hardware", result.versions),
-    )
+    differences = (("arguments", result.arguments), ("data", result.data), ("versions and hardware", result.versions))
     for title, entries in differences:
         _print_differences(console, title, entries, [run.label for run in result.runs])
     unknown = ["arguments"] if MIXED in result.warnings else []

@@ -67,7 +67,7 @@ def _show(console: Console, decided: Plan, num_runs: int) -> None:
     console.print(table)
     console.print(
         f"{len(decided.remove)} of {_runs(num_runs)}, {size_text(decided.freed_bytes)} of "
-        f"{size_text(decided.total_bytes)}",
+        f"{size_text(decided.total_bytes)}"
     )
 
 

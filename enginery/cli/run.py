@@ -101,12 +101,7 @@ def command_for(path: Path) -> click.Command:
         from enginery.local.run import run_locally
 
         result = run_locally(
-            file,
-            arguments,
-            experiment=experiment or "",
-            summary_path=summary,
-            reuse=reuse,
-            in_containers=in_containers,
+            file, arguments, experiment=experiment or "", summary_path=summary, reuse=reuse, in_containers=in_containers
         )
         sys.exit(result.exit_code)
 

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("directory", type=PATH, metavar="DIR")
 @click.option(
-    "--key",
-    type=PATH,
-    metavar="FILE",
-    help="The signer's public key in PEM.  [default: the machine's trust policy]",
+    "--key", type=PATH, metavar="FILE", help="The signer's public key in PEM.  [default: the machine's trust policy]"
 )
 def verify(directory: Path, key: Path | None) -> None:
     """Check a folder that `enginery release` wrote: every file, the chain from dataset to verdict, the signature.

@@ -207,8 +207,7 @@ def _why_none(step: str, placed: GpuPlacement, nodes: list[Any]) -> Finding:
     if len(allowed) < wanted:
         taints = sorted({f"{t.key}={t.value or ''}:{t.effect}" for node in matching for t in _repelling(node, placed)})
         return missing(
-            f"{need}, and taints keep it off: {', '.join(taints)}",
-            f"add them to {step}.tolerations in the settings",
+            f"{need}, and taints keep it off: {', '.join(taints)}", f"add them to {step}.tolerations in the settings"
         )
     largest = max(_gpus(node, placed.gpu.resource) for node in allowed)
     asked = ", ".join(filter(None, (f"{placed.gpu.count} GPUs", placed.cpu and f"{placed.cpu} CPUs", placed.memory)))
@@ -329,11 +328,7 @@ def _lacking(cluster: ClusterAccess, user: str | None) -> list[str]:
     for group, resource, subresource, verbs in RIGHTS:
         for verb in verbs:
             right = client.V1ResourceAttributes(
-                namespace=cluster.namespace,
-                verb=verb,
-                group=group,
-                resource=resource,
-                subresource=subresource or None,
+                namespace=cluster.namespace, verb=verb, group=group, resource=resource, subresource=subresource or None
             )
             if user is None:
                 own = client.V1SelfSubjectAccessReviewSpec(resource_attributes=right)

@@ -41,9 +41,7 @@ def bill_of_materials(
         "version": 1,
         "metadata": {"timestamp": record.created, "component": subject},
         "components": components,
-        "dependencies": [
-            {"ref": subject["bom-ref"], "dependsOn": [entry["bom-ref"] for entry in components]},
-        ],
+        "dependencies": [{"ref": subject["bom-ref"], "dependsOn": [entry["bom-ref"] for entry in components]}],
     }
     content = uuid.uuid5(uuid.NAMESPACE_URL, digest_bytes(canonical_json(bom)))
     return canonical_json({**bom, "serialNumber": f"urn:uuid:{content}"}) + b"\n"

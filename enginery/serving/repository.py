@@ -217,10 +217,7 @@ def model_config(
             "input_map": {"IMAGE": "IMAGE"},
             "output_map": {shapes.input_name: "preprocessed"} | {entry[0]: entry[0] for entry in made},
         },
-        names.network: {
-            "input_map": {shapes.input_name: "preprocessed"},
-            "output_map": {shapes.output_name: "scores"},
-        },
+        names.network: {"input_map": {shapes.input_name: "preprocessed"}, "output_map": {shapes.output_name: "scores"}},
         names.labels: {
             "input_map": {shapes.output_name: "scores"} | own,
             "output_map": {entry[0]: entry[0] for entry in answers},

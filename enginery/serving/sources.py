@@ -9,14 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from components.common.contracts.errors import EngineryError, GateFailed, UserError
-from components.common.contracts.manifests import (
-    ALL_FILES,
-    MANIFEST,
-    Artifact,
-    BundleManifest,
-    ReportManifest,
-    load,
-)
+from components.common.contracts.manifests import ALL_FILES, MANIFEST, Artifact, BundleManifest, ReportManifest, load
 from components.common.contracts.records import EngineEntry, Precision
 from components.common.registry.trust import check_chain, check_folder, read_statements
 from components.common.runtimes import measured_plans

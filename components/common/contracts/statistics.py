@@ -108,10 +108,7 @@ def _exact_upper(num_images: float, num_lost: float, level: float) -> float:
     if num_lost >= num_images:
         return 1.0
     return _last(
-        lambda share: beta_cdf(share, num_lost + 1, num_images - num_lost) <= 1 - level,
-        0.0,
-        1.0,
-        tolerance=1e-10,
+        lambda share: beta_cdf(share, num_lost + 1, num_images - num_lost) <= 1 - level, 0.0, 1.0, tolerance=1e-10
     )
 
 

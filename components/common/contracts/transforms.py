@@ -91,9 +91,7 @@ class Augmentation(Record):
 def transform_for(image_size: int, *, resize_ratio: float, interpolation: Interpolation = "bilinear") -> TransformSpec:
     """The usual evaluation transform for models trained at `image_size` pixels: resize to size * ratio, crop."""
     return TransformSpec(
-        resize_size=max(image_size, round(image_size * resize_ratio)),
-        crop_size=image_size,
-        interpolation=interpolation,
+        resize_size=max(image_size, round(image_size * resize_ratio)), crop_size=image_size, interpolation=interpolation
     )
 
 

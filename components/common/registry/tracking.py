@@ -96,12 +96,7 @@ class StepRun:
     """The MLflow run of one step."""
 
     def __init__(
-        self,
-        client: MlflowClient,
-        run_id: str,
-        experiment_id: str,
-        prefix: str = "",
-        pipeline: "StepRun | None" = None,
+        self, client: MlflowClient, run_id: str, experiment_id: str, prefix: str = "", pipeline: "StepRun | None" = None
     ) -> None:
         """`prefix` is of parameters, `pipeline` the run that this one is nested in, if KFP's plugin made that."""
         self.client = client
@@ -178,12 +173,7 @@ class StepRun:
             self.client.log_inputs(self.run_id, datasets=inputs)  # another run made the same entry at the same moment
 
     def log_model(
-        self,
-        accuracy: AccuracyRow,
-        benchmark: list[BenchmarkRow],
-        tags: Mapping[str, str],
-        *,
-        dataset_digest: str,
+        self, accuracy: AccuracyRow, benchmark: list[BenchmarkRow], tags: Mapping[str, str], *, dataset_digest: str
     ) -> str:
         """One LoggedModel per precision, its metrics tied to the data they were measured on. Returns the model's id."""
         model = self.client.create_logged_model(

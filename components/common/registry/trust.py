@@ -233,11 +233,7 @@ def check_chain(
 
 
 def check_shadow(
-    what: str,
-    digests: Mapping[str, str],
-    statements: Mapping[str, bytes],
-    *,
-    say: Callable[[str], None] = to_stderr,
+    what: str, digests: Mapping[str, str], statements: Mapping[str, bytes], *, say: Callable[[str], None] = to_stderr
 ) -> None:
     """Refuse a record of `enginery shadow` that no key of the policy signed; without a policy say that nobody did.
 

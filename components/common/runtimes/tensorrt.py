@@ -408,12 +408,7 @@ class _InferenceStream:
     """
 
     def __init__(
-        self,
-        engine: Any,
-        device: torch.device,
-        shapes: ShapeSpec,
-        dtypes: list[torch.dtype],
-        not_captured: set[int],
+        self, engine: Any, device: torch.device, shapes: ShapeSpec, dtypes: list[torch.dtype], not_captured: set[int]
     ) -> None:
         self._not_captured = not_captured
         self._context = engine.create_execution_context()

@@ -446,12 +446,7 @@ def _pads_natively(begin: list[int], end: list[int], kernel: list[int]) -> bool:
 
 
 def _ceil_pads(
-    x: Tensor,
-    kernel: list[int],
-    strides: list[int],
-    begin: list[int],
-    end: list[int],
-    dilations: list[int],
+    x: Tensor, kernel: list[int], strides: list[int], begin: list[int], end: list[int], dilations: list[int]
 ) -> list[int]:
     """Padding to add behind `end` so that plain pooling gives the windows of ceil_mode: all that start in the image."""
     extra = []
@@ -533,13 +528,7 @@ def quantize_linear(
 
 
 def dequantize_linear(
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None = None,
-    /,
-    *,
-    axis: int = 1,
-    block_size: Literal[0] = 0,
+    codes: Tensor, scale: Tensor, zero_point: Tensor | None = None, /, *, axis: int = 1, block_size: Literal[0] = 0
 ) -> Tensor:
     """Real values of integer codes."""
     values = codes.float()  # also for float16: one rounding at the end

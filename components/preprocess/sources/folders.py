@@ -542,9 +542,7 @@ def _classes(tree: Tree, folders: Sequence[str], base: str, options: Options) ->
             setting="preprocess.class_names_file" if options.names else "",
         )
     check_two_classes(
-        classes.names,
-        where,
-        "Add a folder of images of another class, or name the folder above if this one is a class",
+        classes.names, where, "Add a folder of images of another class, or name the folder above if this one is a class"
     )
     return classes
 

@@ -13,12 +13,7 @@ from typing import Any
 
 from components.common.contracts.errors import UserError
 from components.common.data.places import MAX_FILE_BYTES, Unreadable, fetched, translate_errors
-from components.preprocess.sources.folders import (
-    File,
-    Listing,
-    archive_source,
-    damaged,
-)
+from components.preprocess.sources.folders import File, Listing, archive_source, damaged
 from components.preprocess.sources.samples import Options, Sample, Source, ZipEntry
 
 _MAX_DIRECTORY_BYTES = 1 << 28

@@ -282,11 +282,7 @@ class AsyncClient:
         return model, await self._ask(lambda transport: transport.infer(model.name, {model.image_input: content}))
 
     def classify_each(
-        self,
-        images: Iterable[Callable[[], bytes]],
-        *,
-        top_k: int = 5,
-        concurrency: int = DEFAULT_CONCURRENCY,
+        self, images: Iterable[Callable[[], bytes]], *, top_k: int = 5, concurrency: int = DEFAULT_CONCURRENCY
     ) -> AsyncIterator[Answer | UserError | ServingError]:
         """See `each`."""
         return self.each(images, partial(self.classify, top_k=top_k), concurrency=concurrency)

@@ -52,10 +52,7 @@ class LoadPlan:
 
 
 def run_load_test(
-    client: Callable[[], AsyncClient],
-    plan: LoadPlan,
-    make: Callable[["About"], Payload],
-    say: Callable[[str], None],
+    client: Callable[[], AsyncClient], plan: LoadPlan, make: Callable[["About"], Payload], say: Callable[[str], None]
 ) -> LoadTest:
     """Measure all levels of one server.
 

@@ -100,11 +100,7 @@ def test_years(year: int, english: str, german: str) -> None:
         ),
         (phrases.counted_phrase(1, BOOK), ("1 book", "ein Buch"), ("one book", "1 Buch")),
         (phrases.counted_phrase(1, LAMP), ("1 lamp", "eine Lampe"), ("one lamp", "1 Lampe")),
-        (
-            phrases.counted_phrase(21, APPLE),
-            ("21 apples", "einundzwanzig Äpfel"),
-            ("twenty-one apples", "21 Äpfel"),
-        ),
+        (phrases.counted_phrase(21, APPLE), ("21 apples", "einundzwanzig Äpfel"), ("twenty-one apples", "21 Äpfel")),
         (phrases.ordinal_phrase(2), ("the 2nd", "der zweite"), ("the second", "der 2.")),
         (phrases.ordinal_phrase(11), ("the 11th", "der elfte"), ("the eleventh", "der 11.")),
         (

@@ -13,17 +13,7 @@ from components.common.contracts.manifests import BundleManifest, load
 from components.common.registry.model_registry import Registry
 from enginery.release.deploy import Pins, set_values
 from enginery.release.fetch import fetch
-from tests.unit.registered import (
-    deploy,
-    enginery,
-    exported,
-    flip,
-    git,
-    pins,
-    refuses,
-    register_failed,
-    replace_file,
-)
+from tests.unit.registered import deploy, enginery, exported, flip, git, pins, refuses, register_failed, replace_file
 
 SERVE = "sha256:" + "5e" * 32
 

@@ -20,14 +20,7 @@ from components.common.registry.trust import SHADOW, sign_shadow
 from components.serve.shadow import ShadowedModel
 from enginery.release.deploy import environments
 from enginery.serving.shadow import ShadowConfig
-from enginery.serving.shadow_record import (
-    ANSWERS,
-    ShadowAnswer,
-    ShadowLimits,
-    compare,
-    require_shadow,
-    write_record,
-)
+from enginery.serving.shadow_record import ANSWERS, ShadowAnswer, ShadowLimits, compare, require_shadow, write_record
 from tests.unit.registered import Machine, deploy, enginery, exported, git, pins, refuses, replace_file, reseal
 
 CHAMPION, CHALLENGER = "sha256:" + "a" * 64, "sha256:" + "b" * 64

@@ -11,13 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageEnhance
 
-from components.common.data.baseline import (
-    STATISTICS,
-    WINDOW,
-    baseline_file,
-    example_name,
-    read_baseline,
-)
+from components.common.data.baseline import STATISTICS, WINDOW, baseline_file, example_name, read_baseline
 from enginery.serving.repository import RepositoryConfig, write_repository
 from tests.pipelines.servers import free_port
 from tests.unit.registered import enginery, refuses

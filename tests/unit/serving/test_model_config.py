@@ -9,11 +9,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from components.common.contracts.records import Batching, BenchmarkReport, BenchmarkRow, LatencyBudget
 from components.common.contracts.transforms import ShapeSpec
-from enginery.serving.repository import (
-    ModelNames,
-    batching_for,
-    model_config,
-)
+from enginery.serving.repository import ModelNames, batching_for, model_config
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = ModelNames(ensemble="classifier")

@@ -31,16 +31,7 @@ from enginery.serving.server import Ports, Server
 from tests.pipelines.servers import free_port
 from tests.unit.registered import enginery, refuses, write_keys
 
-from .conftest import (
-    NAME,
-    Running,
-    kept_busy,
-    metrics,
-    serving,
-    start_serving,
-    wait_until_pending,
-    wait_until_ready,
-)
+from .conftest import NAME, Running, kept_busy, metrics, serving, start_serving, wait_until_pending, wait_until_ready
 
 
 def test_the_server_gives_the_validated_predictions(served, proved, images) -> None:

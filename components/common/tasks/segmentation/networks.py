@@ -53,12 +53,7 @@ ARCHITECTURES: dict[str, Callable[[int], nn.Module]] = {
     "fpn_small": FpnSmall,
     **{
         name: _of_torchvision(name)
-        for name in (
-            "lraspp_mobilenet_v3_large",
-            "deeplabv3_mobilenet_v3_large",
-            "deeplabv3_resnet50",
-            "fcn_resnet50",
-        )
+        for name in ("lraspp_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large", "deeplabv3_resnet50", "fcn_resnet50")
     },
 }
 """By name: from the number of classes to a network."""

@@ -116,13 +116,7 @@ def test_detections_agree_that_have_the_class_and_half_the_area_in_common() -> N
     others = {"equal": one(box, 1, 1.0), "near": one(box + 2, 1, 2.0), "far": one(box + 12, 1, 2.0)}
     others |= {"class": one(box, 2, 2.0), "unsure": one(box, 1, -1.5)}
     agreed = {name: (own.agreement_pct(fp32), own.num_differing(fp32)) for name, own in others.items()}
-    assert agreed == {
-        "equal": (100.0, 0),
-        "near": (100.0, 0),
-        "far": (0.0, 1),
-        "class": (0.0, 1),
-        "unsure": (0.0, 1),
-    }
+    assert agreed == {"equal": (100.0, 0), "near": (100.0, 0), "far": (0.0, 1), "class": (0.0, 1), "unsure": (0.0, 1)}
     assert others["unsure"].agreement_pct(others["unsure"]) == 100.0
 
 

@@ -156,10 +156,7 @@ def test_the_onnx_file_answers_alike_at_any_batch_and_has_static_shapes(architec
     shapes = ShapeSpec(height=64, width=64)
     export_onnx(model, tmp_path / "model.onnx", shapes)
     check_against_torch(
-        model,
-        tmp_path / "model.onnx",
-        shapes,
-        np.random.default_rng(0).normal(size=(3, 3, 64, 64)).astype(np.float32),
+        model, tmp_path / "model.onnx", shapes, np.random.default_rng(0).normal(size=(3, 3, 64, 64)).astype(np.float32)
     )
     graph = onnx.load(tmp_path / "model.onnx").graph
     assert not {node.op_type for node in graph.node} & {"Loop", "If", "NonZero", "NonMaxSuppression", "Range", "Where"}

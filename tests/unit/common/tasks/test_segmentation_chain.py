@@ -75,10 +75,7 @@ def test_the_report_is_on_miou_with_a_bootstrap_interval(chain: Chain) -> None:
 
 
 def test_the_page_speaks_of_pixels_and_shows_masks(chain: Chain) -> None:
-    page, card = (
-        (chain.report / "report.html").read_text(),
-        (chain.report / "model_card.md").read_text(),
-    )
+    page, card = ((chain.report / "report.html").read_text(), (chain.report / "model_card.md").read_text())
     report = json.loads((chain.report / "report.json").read_text())
     assert page.count("<img ") == len(report["disagreements"]) > 0
     for text in (page, card):
@@ -170,10 +167,4 @@ def test_steps_refuse_what_is_of_another_task(chain: Chain, tmp_path: Path, digi
         with refuses("other-task"):
             check_model(model, "", None, 64)
     with refuses("other-task"):  # own ONNX files are classifiers
-        export(
-            settings,
-            log,
-            model=chain.bundle / "fp32.onnx",
-            dataset=chain.dataset,
-            output=tmp_path / "own",
-        )
+        export(settings, log, model=chain.bundle / "fp32.onnx", dataset=chain.dataset, output=tmp_path / "own")
