@@ -32,7 +32,7 @@ from components.preprocess.sources.samples import (
     Sample,
     Source,
     Storage,
-    hold_out,
+    hold_out_share,
     parse_class_names,
     plain_names,
     with_refused,
@@ -146,7 +146,8 @@ def split_samples(samples: Iterable[tuple[str, Sample]], options: Options) -> di
         splits[split].append(sample)
     free = splits.pop("")
     if not all(splits.values()):
-        return hold_out([*splits["train"], *splits["val"], *free], ("images",), options)
+        train, val = hold_out_share([*splits["train"], *splits["val"], *free], "the data", options)
+        return {"train": train, "val": val}
     splits["train"] += free
     return splits
 

@@ -227,18 +227,22 @@ def hold_out(
         of_class.setdefault(sample.label, []).append(sample)
     splits: dict[str, list[Sample]] = {"train": [], "val": []}
     for label, own in sorted(of_class.items()):
-        train, val = _split_class(own, NOT_SHOWN if is_fetched else repr(classes[label]), options)
+        train, val = hold_out_share(own, f"class {NOT_SHOWN if is_fetched else repr(classes[label])}", options)
         splits["train"] += train
         splits["val"] += val
     return splits
 
 
-def _split_class(samples: list[Sample], name: str, options: Options) -> tuple[list[Sample], list[Sample]]:
-    """Hold out a share of one class. The choice of a file depends on its name and the seed alone."""
+def hold_out_share(samples: list[Sample], whole: str, options: Options) -> tuple[list[Sample], list[Sample]]:
+    """Training and validation of what `whole` names. The choice of a file depends on its name and the seed alone.
+
+    Raises:
+        UserError: these are too few files.
+    """
     if len(samples) < 2:
         raise UserError(
-            f"class {name} has {'1 file' if samples else 'no files'}; at least 2 are needed to split it into train "
-            "and val. Add images or remove the class",
+            f"{whole} has {'1 file' if samples else 'no files'}; at least 2 are needed to split it into train and val. "
+            f"Add images{' or remove the class' if whole.startswith('class') else ''}",
             code="too-few-images",
         )
     drawn = sorted(

@@ -188,6 +188,12 @@ def test_without_splits_images_are_held_out_and_another_order_of_classes_is_kept
     assert dataset.manifest.classes == ("dog", "cat")
     assert {split: info.num_images for split, info in dataset.manifest.splits.items()} == {"train": 2, "val": 2}
     assert [int(row[4]) for row in objects(dataset)["a"]] == [1, 0]
+    (tmp_path / "data" / "_annotations.coco.json").write_text(json.dumps(coco("a")), encoding="utf-8")
+    for name in "bcd":
+        (tmp_path / "data" / f"{name}.png").unlink()
+    with refuses("too-few-images") as caught:
+        packed(tmp_path / "data", tmp_path / "y")
+    assert "class" not in str(caught.value)
 
 
 def test_bad_annotations_of_coco_are_counted_named_and_the_rest_is_kept(tmp_path: Path) -> None:
