@@ -329,8 +329,11 @@ def planes_of(frame: av.VideoFrame, turns: int = 0) -> Planes:
     luma, chroma = (from_dlpack(plane.__dlpack__()) for plane in frame.planes)
     if luma.dtype != torch.uint8:  # the upper byte holds the upper 8 of 10 bits
         luma, chroma = luma.view(torch.uint8)[:, 1::2], chroma.contiguous().view(torch.uint8)[..., 1::2]
+    luma, chroma = luma.clone(), chroma.clone()
+    if luma.is_cuda:  # who lets go of the frame lets NVDEC write it again
+        torch.cuda.current_stream().synchronize()
     is_full = frame.color_range == ColorRange.JPEG
-    return Planes(luma=luma.clone(), chroma=chroma.clone(), space=int(frame.colorspace), is_full=is_full, turns=turns)
+    return Planes(luma=luma, chroma=chroma, space=int(frame.colorspace), is_full=is_full, turns=turns)
 
 
 def rgb_images(frames: Sequence[Any]) -> list[Any]:
