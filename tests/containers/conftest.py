@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = ("preprocess", "train", "export", "validate", "analyze", "promote")
@@ -74,10 +75,10 @@ def state(container: str) -> dict[str, Any]:
 
 
 def wait_for_health(container: str) -> None:
-    deadline = time.monotonic() + 240
-    while state(container)["Health"]["Status"] != "healthy":
-        assert time.monotonic() < deadline, docker("logs", container).stderr[-3000:]
-        time.sleep(1)
+    def say() -> str:
+        return docker("logs", container).stderr[-3000:]
+
+    wait_until(lambda: state(container)["Health"]["Status"] == "healthy", say, seconds=240)
 
 
 def run_step(name: str, arguments: Sequence[str], *options: str) -> "subprocess.CompletedProcess[str]":

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.containers.conftest import REPOSITORY, docker
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 RUN = [sys.executable, "-m", "enginery.cli.main", "run", "pipelines/resnet50.py", "--in-containers"]
@@ -82,7 +83,4 @@ def test_no_container_outlives_its_run(number: signal.Signals, home: Path, digit
         process.send_signal(number)
         said, _ = process.communicate(timeout=120)
     assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 130), said
-    deadline = time.monotonic() + 60
-    while containers_of(runs[0]) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert containers_of(runs[0]) == []
+    wait_until(lambda: not containers_of(runs[0]), seconds=60)

@@ -21,6 +21,7 @@ from components.common.contracts.digests import digest_file
 from components.common.registry import store as _store  # noqa: F401  # as every process of ours that uses MLflow
 from tests.containers.conftest import REPOSITORY, docker
 from tests.pipelines.servers import free_port
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 STAND_INS = REPOSITORY / "containers/stand-in"
@@ -167,9 +168,7 @@ def test_crashed_in_a_run_it_comes_back_and_has_what_it_answered(stack: Stack, s
 
     log = threading.Thread(target=log_until_it_fails)
     log.start()
-    deadline = time.monotonic() + 120
-    while len(answered) < 20 and log.is_alive() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: len(answered) >= 20 or not log.is_alive(), seconds=120)
     before = stack.crash(service)
     log.join()
     stack.wait_for_restart(service, before)

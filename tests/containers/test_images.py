@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ from tests.containers.conftest import (
     running,
     state,
 )
+from tests.waiting import wait_until
 
 SECRET = "enginery-test-secret-4f9c2e"
 
@@ -83,10 +83,7 @@ def test_sigterm_ends_training_with_75(dataset: Path, tmp_path: Path) -> None:
     mounts = (*mount(dataset, read_only=True), *mount(output.parent, read_only=False))
     arguments = ["--dataset", str(dataset), "--output", str(output), *settings]
     with running("train", *HARDENED_ALONE, *mounts, arguments=arguments) as name:
-        deadline = time.monotonic() + 180
-        while "train: training" not in (logs := docker("logs", name)).stderr and time.monotonic() < deadline:
-            time.sleep(0.5)
-        assert "train: training" in logs.stderr, logs.stderr[-2000:]
+        wait_until(lambda: "train: training" in docker("logs", name).stderr, seconds=180)
         docker("stop", "--time", "240", name)  # saved at once, but a busy machine ends it late
         assert state(name)["ExitCode"] == 75, docker("logs", name).stderr[-2000:]
 

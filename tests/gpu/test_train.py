@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from components.common.contracts.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
 from components.common.contracts.manifests import PARTIAL_OUTPUT, Artifact, CheckpointManifest, DatasetManifest, load
 from components.common.contracts.records import EpochRecord
 from enginery.datasets.textures import write_textures
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240
@@ -119,11 +119,8 @@ def test_all_gpus_train_together(start: Start, tmp_path: Path, num_gpus: int) ->
 def test_a_preempted_training_goes_on(start: Start, tmp_path: Path) -> None:
     settings = {"epochs": 40, "checkpoint_minutes": 0.01}
     process = start(**settings)
-    deadline = time.monotonic() + TIMEOUT_S
-    while not list((tmp_path / "out").glob(f"{PARTIAL_OUTPUT}/*/step-*.safetensors")):
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    saved = (tmp_path / "out").glob
+    wait_until(lambda: list(saved(f"{PARTIAL_OUTPUT}/*/step-*.safetensors")), process=process, seconds=TIMEOUT_S)
     os.kill(process.pid, signal.SIGTERM)
     said = said_by(process)
     assert process.returncode == EXIT_PREEMPTED, said

@@ -17,6 +17,8 @@ from typing import Any
 
 import requests
 
+from tests.waiting import wait_until
+
 
 def free_port() -> int:
     with closing(socket.socket()) as probe:
@@ -85,10 +87,8 @@ def postgresql() -> Iterator[str]:
         **identity,
     )
     try:
-        deadline = time.monotonic() + 600
         ready = [_postgresql("pg_isready"), "-h", "127.0.0.1", "-p", str(port), "-q"]
-        while subprocess.run(ready, check=False).returncode and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_until(lambda: not subprocess.run(ready, check=False).returncode)
         yield f"postgresql://tester@127.0.0.1:{port}/postgres"
     finally:
         process.send_signal(signal.SIGINT)  # without waiting for clients

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import tarfile
-import time
 from pathlib import Path
 
 import psutil
@@ -16,6 +15,7 @@ from enginery.datasets.phrases import write_phrases
 from enginery.local.preflight import _MAX_UNPACKED_BYTES
 from tests.unit.refusals import refuses
 from tests.unit.registered import enginery
+from tests.waiting import wait_until
 
 from .conftest import OpenRecord
 from .running import finish, hold_in, query, start
@@ -107,10 +107,7 @@ def test_ctrl_c_ends_everything(tmp_path: Path, few_digits: Path, empty_store: P
     text = finish(process)
     assert process.returncode == 130, text
     assert "interrupted; nothing was promoted" in text
-    deadline = time.monotonic() + 60
-    while alive(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert alive(process.pid) == []
+    wait_until(lambda: not alive(process.pid), lambda: alive(process.pid), seconds=60)
 
     client = MlflowClient(f"sqlite:///{home / 'mlflow.db'}")
     runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])

@@ -21,6 +21,7 @@ from enginery.datasets.digits import write_digits
 from enginery.datasets.textures import FAMILIES, TRAITS, class_traits, texture_image, texture_jpeg, write_textures
 from tests.unit.refusals import refuses
 from tests.unit.registered import enginery
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SMALL: dict[str, Any] = {"num_classes": 3, "num_train": 10, "num_val": 4, "image_size": 32, "num_workers": 1}
@@ -127,11 +128,7 @@ def test_a_killed_run_takes_its_workers_along_and_is_continued(tmp_path: Path) -
         f"if __name__ == '__main__':\n    write_textures(Path({str(directory)!r}), **{arguments!r})\n"
     )
     process = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
-    deadline = time.monotonic() + 600
-    while not list(directory.glob("train/*/*.jpg")):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.02)
+    wait_until(lambda: list(directory.glob("train/*/*.jpg")), process=process)
     process.kill()
     process.wait()
 

@@ -19,6 +19,7 @@ from components.common.contracts.manifests import MANIFEST, PARTIAL_OUTPUT, Data
 from components.common.process.partial_output import EARLIER_VARIABLE
 from tests.conftest import preprocess
 from tests.unit.refusals import refuses
+from tests.waiting import wait_until
 
 from .builders import SHARD_BYTES, write_tree
 
@@ -35,11 +36,7 @@ def start(data: Path, output: Path, num_workers: int = 1) -> subprocess.Popen[st
 def kill_after(num_done: int, data: Path, output: Path) -> set[str]:
     """SIGKILL once so many shards are done. Returns the names of those that are."""
     process = start(data, output)
-    deadline = time.monotonic() + 600
-    while len(list(output.glob(f"{PARTIAL_OUTPUT}/train-*.json"))) < num_done:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    wait_until(lambda: len(list(output.glob(f"{PARTIAL_OUTPUT}/train-*.json"))) >= num_done, process=process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert not (output / MANIFEST).exists()

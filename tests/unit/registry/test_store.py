@@ -29,6 +29,7 @@ from components.common.registry.store import (
 from components.common.registry.tracking import StepRun, is_unreachable, step_run
 from tests.serving import Served, serving
 from tests.unit.registered import refuses
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize(
@@ -269,7 +270,5 @@ def test_nobody_waits_for_live_metrics(tmp_path: Path) -> None:
     info = client.create_run("0").info
     run = StepRun(client, info.run_id, "0")
     run.log_live({"live/loss": 2.0}, 7)
-    deadline = time.monotonic() + 20
-    while not (found := client.get_metric_history(info.run_id, "live/loss")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert [(entry.value, entry.step) for entry in found] == [(2.0, 7)]
+    wait_until(lambda: client.get_metric_history(info.run_id, "live/loss"), seconds=20)
+    assert [(e.value, e.step) for e in client.get_metric_history(info.run_id, "live/loss")] == [(2.0, 7)]

@@ -7,7 +7,6 @@ import struct
 import subprocess
 import sys
 import tarfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from enginery.serving.installation import find_triton, triton_folder
 from enginery.serving.repository import RepositoryConfig, write_repository
 from enginery.serving.sources import ModelSource
 from tests.pipelines.servers import free_port
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 NAME = "digits"
@@ -119,12 +119,9 @@ def start_serving(source: Path | str, folder: Path, *options: str, **environment
     return Running(process=process, http=ports[0], grpc=ports[1], metrics=ports[2], log=log)
 
 
-def wait_until_ready(running: Running) -> None:
-    deadline = time.monotonic() + 600
-    while "ready: " not in running.log.read_text():
-        assert running.process.poll() is None, running.log.read_text()
-        assert time.monotonic() < deadline, running.log.read_text()
-        time.sleep(0.05)
+def wait_until_ready(running: Running, said: str = "ready: ", times: int = 1) -> None:
+    log = running.log.read_text
+    wait_until(lambda: log().count(said) >= times, log, process=running.process)
 
 
 @contextmanager
@@ -167,11 +164,8 @@ def kept_busy(running: Running, num_images: int = 12) -> Iterator[None]:
     begun_s = decoder.cpu_times().user
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(running.infer, [large] * num_images)
-        deadline = time.monotonic() + 600
-        while decoder.cpu_times().user < begun_s + 0.3:
-            assert not answer.done(), answer.result()
-            assert time.monotonic() < deadline, "no image is decoded"
-            time.sleep(0.01)
+        wait_until(lambda: answer.done() or decoder.cpu_times().user >= begun_s + 0.3)
+        assert not answer.done(), answer.result()
         yield
         assert answer.result().status == 200
 
@@ -179,10 +173,7 @@ def kept_busy(running: Running, num_images: int = 12) -> Iterator[None]:
 def wait_until_pending(running: Running, num: int) -> None:
     """Until Triton says that as many requests wait for the decoder."""
     series = f'nv_inference_pending_request_count{{model="{NAME}_preprocess"'
-    deadline = time.monotonic() + 600
-    while (pending := sum(value for name, value in metrics(running).items() if name.startswith(series))) < num:
-        assert time.monotonic() < deadline, f"{pending} requests wait"
-        time.sleep(0.05)
+    wait_until(lambda: sum(value for name, value in metrics(running).items() if name.startswith(series)) >= num)
 
 
 @pytest.fixture(scope="session")

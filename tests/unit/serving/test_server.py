@@ -208,19 +208,11 @@ def abort(running: Running) -> None:
     next(child for child in children if "tritonserver" in child.name()).send_signal(signal.SIGABRT)
 
 
-def wait_until_ready_again(running: Running, times: int) -> None:
-    deadline = time.monotonic() + 600
-    while running.log.read_text().count("ready again") < times:
-        assert running.process.poll() is None, running.log.read_text()
-        assert time.monotonic() < deadline, running.log.read_text()
-        time.sleep(0.05)
-
-
 def test_a_server_that_aborts_while_it_serves_is_started_again(triton, exported, images, tmp_path: Path) -> None:
     with serving(exported.path, tmp_path) as running:
         processes = psutil.Process(running.process.pid).children(recursive=True)
         abort(running)
-        wait_until_ready_again(running, 1)
+        wait_until_ready(running, "ready again")
         assert psutil.wait_procs(processes, timeout=60)[1] == []
         assert running.infer(images[:1]).status == 200
         running.process.terminate()
@@ -233,7 +225,7 @@ def test_a_server_that_aborts_again_and_again_ends(triton, exported, tmp_path: P
     with serving(exported.path, tmp_path) as running:
         for times in (1, 2):
             abort(running)
-            wait_until_ready_again(running, times)
+            wait_until_ready(running, "ready again", times)
         abort(running)
         assert running.process.wait(600) == 1
     assert "the server ended by itself (signal 6)" in running.log.read_text()

@@ -40,6 +40,7 @@ from tests.helm.test_security import violations
 from tests.serving import serving
 from tests.unit.refusals import refuses
 from tests.unit.train.trainer_cluster import NAMESPACE, POD, REPOSITORY, Node, TrainerCluster, check_train_job
+from tests.waiting import wait_until
 
 from .conftest import config
 
@@ -212,9 +213,7 @@ def kill_a_node(cluster: TrainerCluster, once: Callable[[], bool]) -> None:
     """Kill the last node once something is true."""
 
     def kill() -> None:
-        deadline = time.monotonic() + 600
-        while time.monotonic() < deadline and not once():
-            time.sleep(0.1)
+        wait_until(once)
         node = next(iter(cluster.nodes.values()))[-1]
         subprocess.run(["pkill", "-KILL", "-P", str(node.process.pid)], check=False)
         node.process.send_signal(signal.SIGKILL)
@@ -349,9 +348,7 @@ def test_sigterm_removes_the_job_before_anything_else(
     (tmp_path / "log").write_text("at work\n")
 
     def stop_when_followed() -> None:
-        deadline = time.monotonic() + 600
-        while not any("follow" in path for _, path, _ in cluster.requests) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: any("follow" in path for _, path, _ in cluster.requests))
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=stop_when_followed, daemon=True).start()
@@ -425,13 +422,6 @@ def test_the_pods_log_in_as_this_one_does_without_seeing_its_secrets(cluster: Tr
     assert nodes._tracking(this_pod(connect()), StepLog("train")) == [password, run_id]
 
 
-def wait_for(stop: StopRequest) -> None:
-    deadline = time.monotonic() + 600
-    while not stop.requested:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_silence_stops_and_a_beat_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -445,7 +435,7 @@ def test_silence_stops_and_a_beat_does_not(
             time.sleep(1.5)
             assert not stop.requested
         ended = time.monotonic()
-        wait_for(stop)
+        wait_until(lambda: stop.requested)
         assert time.monotonic() - ended > 0.7
     assert f"nobody waits for this training any more: {file} was not touched" in capsys.readouterr().err
     assert abandoned(patience_s=0.1)  # the container that starts in this one's place
@@ -461,4 +451,4 @@ def test_a_file_that_is_gone_is_silent_and_no_file_is_none(tmp_path: Path, monke
         assert not stop.requested
         monkeypatch.setenv(HEARTBEAT, str(tmp_path / "removed/heartbeat"))
         stop_when_silent(StepLog("train"), silence_s=0.1)
-        wait_for(stop)
+        wait_until(lambda: stop.requested)
