@@ -28,6 +28,7 @@ from components.common.registry.model_registry import Registry
 from components.common.registry.version_evaluation import load_evaluation
 from components.promote.config import PromoteConfig
 from components.promote.run import run
+from enginery.registry.compare import flatten
 from enginery.registry.models import version_summary
 from tests.unit.registered import (
     CHANGED,
@@ -72,7 +73,7 @@ def test_the_first_version_is_champion(store: str, registry: Registry, tmp_path:
     assert logged.data.metrics["int8_score_pct"] == 70
     assert logged.data.metrics == version_summary(registry, "m/1").headline()
     report = load(tmp_path / "a-070/report", ReportManifest).manifest
-    assert {f"validate.{name}" for name in report.config} <= set(logged.data.params)
+    assert {f"validate.{name}" for name in flatten(report.config)} <= set(logged.data.params)
     (data,) = logged.inputs.dataset_inputs
     assert (data.dataset.name, data.dataset.digest) == ("val", "val-one")
     model = registry.client.get_logged_model(version.source.removeprefix("models:/"))
