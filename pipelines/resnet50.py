@@ -4,6 +4,8 @@ enginery run pipelines/resnet50.py --data DIR
 """
 
 import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from kfp import dsl
@@ -21,7 +23,7 @@ def whole_chain(
     description: str,
     *,
     task: TaskName = "classification",
-    default_architecture: str = "resnet50",
+    recipe: Mapping[str, Any] = MappingProxyType({}),
     in_parts: bool = False,
 ) -> GraphComponent:
     """Return the pipeline of the whole chain.
@@ -30,13 +32,13 @@ def whole_chain(
         name: of the pipeline.
         description: shown beside it.
         task: what the images are labelled for.
-        default_architecture: a network of that task.
+        recipe: other defaults of inputs, among them a network of that task.
         in_parts: add the input num_parts, and have as many machines pack.
     """
 
     def chain(
         data: str,
-        architecture: str = default_architecture,
+        architecture: str = "resnet50",
         image_size: int = 224,
         epochs: int = 90,
         global_batch_size: int = 256,
@@ -94,7 +96,11 @@ def whole_chain(
 
     # KFP makes an input of each parameter in the signature, and gives their values by position.
     unused = {*(() if in_parts else ("num_parts",)), *(("image_size",) if TASKS[task].of_text else ())}
-    inputs = [each for each in inspect.signature(chain).parameters.values() if each.name not in unused]
+    inputs = [
+        each.replace(default=recipe.get(each.name, each.default))
+        for each in inspect.signature(chain).parameters.values()
+        if each.name not in unused
+    ]
 
     def with_inputs(*values: Any) -> None:
         chain(**{each.name: value for each, value in zip(inputs, values, strict=True)})

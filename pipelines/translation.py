@@ -9,7 +9,12 @@ translation = whole_chain(
     "translation",
     "Pairs of sentences -> INT8 model that translates, proved as accurate as the FP32 one.",
     task="translation",
-    default_architecture="translation/transformer_base",
+    recipe={
+        "architecture": "translation/transformer_base",
+        "epochs": 30,
+        "learning_rate": 0.0005,
+        "train": {"optimizer": "adamw", "warmup_fraction": 0.2},
+    },
 )
 
 if __name__ == "__main__":

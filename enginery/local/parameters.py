@@ -102,6 +102,10 @@ class PipelineFile:
         spec = self.inputs.get("architecture")
         return task_of(str(spec.default or "") if spec else "")
 
+    def recipe(self, step: str) -> Mapping[str, Any]:
+        """The settings that the pipeline gives a step where the user gives no others."""
+        return dict(self.inputs[step].default or {})
+
     def owners(self, parameter: str) -> list[str]:
         """The steps of this pipeline that a plain input sets."""
         steps = _OWNERS.get(parameter, ()) if parameter in self.inputs else ()
@@ -188,8 +192,9 @@ def settings_help(file: PipelineFile) -> list[tuple[str, list[tuple[str, str]]]]
     sections = []
     for step in file.steps:
         rows = [
-            (f"{step}.{name} ({type_label(field)})", f"{field.description}  [default: {show_value(field.default)}]")
+            (f"{step}.{name} ({type_label(field)})", f"{field.description}  [default: {show_value(default)}]")
             for name, field in STEP_CONFIGS[step].model_fields.items()
+            for default in [file.recipe(step).get(name, field.default)]
             if step not in file.owners(name) and (step, name) not in (*_FROM_GATE, _OF_FILE)
         ]
         sections.append((step, rows))
@@ -217,7 +222,7 @@ def resolve_arguments(
         UserError: an unknown input, step or key, or a value that its config refuses.
     """
     plain: dict[str, Any] = {}
-    steps: dict[str, dict[str, Any]] = {step: {} for step in file.steps}
+    steps: dict[str, dict[str, Any]] = {step: dict(file.recipe(step)) for step in file.steps}
     for key, value in (_load_config(file, config_file) if config_file else {}).items():
         _assign(file, plain, steps, key, value, source=str(config_file))
     for text in assignments:

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from enginery.cli.run import command_for
-from enginery.local.parameters import STEP_CONFIGS, PipelineFile, load_pipeline, resolve_arguments
+from enginery.local.parameters import STEP_CONFIGS, PipelineFile, load_pipeline, resolve_arguments, settings_help
 from enginery.local.run import StateDirectory, run_locally
 from tests.pipelines.running import load_once
 from tests.unit.registered import ROOT, enginery, refuses
@@ -266,7 +266,7 @@ def test_the_file_comes_first() -> None:
 def test_a_pipeline_is_of_one_task() -> None:
     file = pipeline("segmentation")
     options = {"config_file": None, "flags": {"data": "d"}, "assignments": []}
-    assert resolve_arguments(file, **options)["architecture"] == "segmentation/lraspp_mobilenet_v3_large"
+    assert resolve_arguments(file, **options)["architecture"] == "segmentation/deeplabv3_resnet50"
     with refuses("other-task", "--architecture"):
         resolve_arguments(file, **{**options, "flags": {"data": "d", "architecture": "resnet18"}})
     with refuses("other-task", "--architecture"):
@@ -274,3 +274,20 @@ def test_a_pipeline_is_of_one_task() -> None:
         resolve_arguments(pipeline("resnet50"), **{**options, "flags": network})
     with refuses("other-task", "preprocess.task"):
         resolve_arguments(file, **{**options, "assignments": ["preprocess.task=detection"]})
+
+
+def test_a_pipeline_has_a_recipe_of_its_own_which_others_change_key_by_key(tmp_path: Path) -> None:
+    file, config = pipeline("detection"), tmp_path / "own.yaml"
+    config.write_text("learning_rate: 0.001\ntrain: {label_smoothing: 0.1}\n")
+    found = resolve_arguments(
+        file, config_file=config, flags={"data": "d"}, assignments=["train.weight_decay=0.01", "train.momentum=0.8"]
+    )
+    recipe = file.recipe("train")
+    assert (found["learning_rate"], found["global_batch_size"]) == (0.001, 32)
+    assert recipe["optimizer"] == "adamw"
+    assert found["train"].items() >= {
+        "optimizer": "adamw", "resize_ratio": 1.0, "label_smoothing": 0.1, "weight_decay": 0.01, "momentum": 0.8
+    }.items()  # fmt: skip
+    assert file.recipe("train") == recipe
+    shown = dict(settings_help(file))["train"]
+    assert any(key.startswith("train.optimizer") and text.endswith("[default: adamw]") for key, text in shown)
