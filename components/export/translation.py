@@ -489,7 +489,7 @@ class _Search:
             trials.append(self._trial(method, scales[method], (), fp32, selection))
             if trials[-1].score_pct >= fp32.score_pct:  # INT8 can't be expected to do better
                 break
-        best = max(trials, key=lambda trial: trial.score_pct)
+        best = max(trials, key=lambda trial: (trial.score_pct, trial.chrf_pct))
         ranking: list[LayerCost] = []
         if self.config.fallback and not best.within_budget:
             ranking = self._ranking(scales[best.method], calibration[: self.config.num_ranking_images])
@@ -498,7 +498,7 @@ class _Search:
                 trials.append(self._trial(best.method, scales[best.method], excluded, fp32, selection))
                 if trials[-1].within_budget or 1 << number >= len(ranking):
                     break
-            best = max(trials, key=lambda trial: (trial.within_budget, trial.score_pct))
+            best = max(trials, key=lambda trial: (trial.within_budget, trial.score_pct, trial.chrf_pct))
         chosen = SelectionEntry(
             runtime="openvino" if self.plans is None else "tensorrt",
             num_images=len(selection),
@@ -562,6 +562,7 @@ class _Search:
             method=method,
             excluded=excluded,
             score_pct=own.score_pct,
+            chrf_pct=own.measures()["chrf_pct"],
             delta_points=found.delta_points,
             low_points=-found.drop_upper_points,
             high_points=-found.drop_lower_points,

@@ -365,6 +365,7 @@ class Trial(Int8Form):
         None, description="The first of the selection images, or all: measured no longer than it had a chance."
     )
     score_pct: float = Field(description="On these images, which are training images.")
+    chrf_pct: float | None = Field(None, description="Of translations, as in AccuracyRow: decides between equal BLEU.")
     delta_points: float = Field(description="Score minus that of FP32 on the same images, in percentage points.")
     low_points: float = Field(description="Lower end of the one-sided 95 % interval of that difference (Tango, 1998).")
     high_points: float = Field(description="Upper end, likewise.")
