@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 from enginery.datasets.phrases import write_phrases
 from enginery.local.preflight import _MAX_UNPACKED_BYTES
 from tests.unit.refusals import refuses
-from tests.unit.registered import enginery
+from tests.unit.registered import run_python
 from tests.waiting import wait_until
 
 from .conftest import OpenRecord
@@ -60,7 +60,9 @@ def test_too_few_validation_images_that_could_not_be_counted_before(
         archive.add(tmp_path / "padding", "digits/.padding")
     (temporary := tmp_path / "tmp").mkdir()
     more = ("--set", "gate.min_validation_images=1000")
-    process = start(home, tmp_path / "digits.tar.gz", *more, TMPDIR=str(temporary))
+    # torch puts a cache there, too, where it is not told another place.
+    folders = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    process = start(home, tmp_path / "digits.tar.gz", *more, **folders)
     text = finish(process)
     assert process.returncode == 2, text
     assert list(temporary.iterdir()) == []
@@ -70,16 +72,14 @@ def test_too_few_validation_images_that_could_not_be_counted_before(
     assert "train" not in {step["name"] for step in summary["steps"]}
 
 
-def test_too_few_validation_sentences_end_a_run_before_its_training(
-    tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_few_validation_sentences_end_a_run_before_its_training(tmp_path: Path, empty_store: Path) -> None:
     (home := tmp_path / "home").mkdir()
     shutil.copy(empty_store, home / "mlflow.db")
-    monkeypatch.setenv("ENGINERY_HOME", str(home))
     write_phrases(tmp_path / "data", num_pairs=300)
-    done = enginery("run", "translation", "--data", tmp_path / "data", "--architecture", "translation/lstm_small")
-    assert done.exit_code == 2
-    assert "60 of the 300 sentences validate, and at least 100 are needed" in done.output
+    options = ("--data", tmp_path / "data", "--architecture", "translation/lstm_small")
+    done = run_python("-m", "enginery.cli.main", "run", "translation", *options, ENGINERY_HOME=str(home))
+    assert done.returncode == 2
+    assert "60 of the 300 sentences validate, and at least 100 are needed" in done.stdout + done.stderr
     (summary,) = [json.loads(path.read_text()) for path in home.glob("runs/*/summary.json")]
     assert "train" not in {step["name"] for step in summary["steps"]}
 
