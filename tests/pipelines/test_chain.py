@@ -326,7 +326,7 @@ from pipelines import graph
 
 @dsl.pipeline(name="parts-alone")
 def parts_alone(data: str, num_parts: int = 2):
-    graph.prepare_in_parts(data=data, seed=0, num_parts=num_parts, settings={})
+    graph.prepare_in_parts(data=data, task="classification", seed=0, num_parts=num_parts, settings={})
 """
 
 
