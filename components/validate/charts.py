@@ -19,7 +19,6 @@ from components.common.contracts.records import (
     BenchmarkReport,
     EpochRecord,
     LayerCost,
-    LengthRow,
     PlacementEntry,
     Precision,
     SelectionEntry,
@@ -189,8 +188,13 @@ def speed_chart(benchmark: BenchmarkReport, unit: str = "images") -> str:
         return as_svg(figure)
 
 
-def lengths_chart(rows: Sequence[LengthRow]) -> str:
-    """Latency of sentences alone over their length: the median as a line, and p99 as its points above. SVG, or ""."""
+def lengths_chart(report: BenchmarkReport) -> str:
+    """Latency of sentences alone over their length: the median as a line, and p99 as its points above. SVG, or "".
+
+    Without what was measured on a busy machine.
+    """
+    busy = {row.precision for row in report.rows if row.batch_size == 1 and row.busy}
+    rows = [row for row in report.lengths if row.precision not in busy]
     if not rows:
         return ""
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "lengths"}):

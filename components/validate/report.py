@@ -378,7 +378,7 @@ def _charts(report: Report) -> dict[str, str]:
     ranking = selection.ranking if selection else ()
     return {
         "speed": speed_chart(report.benchmark, report.accuracy.unit),
-        "lengths": lengths_chart(report.benchmark.lengths),
+        "lengths": lengths_chart(report.benchmark),
         "corruptions": corruption_chart(
             report.accuracy, precision, report.verdict.thresholds.max_corrupted_drop_points
         ),

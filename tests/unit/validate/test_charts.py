@@ -18,6 +18,7 @@ from components.validate.charts import (
     confusion_picture,
     corruption_chart,
     layers_chart,
+    lengths_chart,
     short_names,
     speed_chart,
     training_chart,
@@ -61,6 +62,17 @@ def test_speed_is_drawn_between_round_numbers(speeds: tuple[BenchmarkRow, ...]) 
     assert ("FP32" in left, "INT8" in left) == (True, False)  # a picture gives a number, too
     without = tuple(row for row in speeds if not row.with_transfers)
     assert speed_chart(BenchmarkReport(bundle_digest="b", rows=without)) == ""
+
+
+def test_latencies_by_length_are_drawn_but_for_those_of_a_busy_machine(reports: dict[str, Report]) -> None:
+    benchmark = reports["translation"].benchmark
+    assert {"FP32, median", "INT8, p99"} <= set(texts(lengths_chart(benchmark)))
+    for precisions, left in (({"int8"}, {"FP32, median", "FP32, p99"}), ({"fp32", "int8"}, set())):
+        rows = tuple(
+            row.model_copy(update={"steal_pct": 40.0 if row.precision in precisions else 0.0}) for row in benchmark.rows
+        )
+        shown = texts(lengths_chart(benchmark.model_copy(update={"rows": rows})) or "<svg/>")
+        assert {text for text in shown if "," in text} == left
 
 
 @pytest.fixture
