@@ -1,5 +1,6 @@
 """Operations, parameters and memory of networks, beside published figures, PyTorch's own counter and measurements."""
 
+import json
 from functools import cache
 
 import onnx
@@ -10,9 +11,11 @@ from onnx import TensorProto, helper
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import advise
+from benchmarks.results import RESULTS
 from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes.counting import count_model, count_onnx, training_memory
 from enginery.benchmark.measuring import write_network
+from enginery.local.preflight import _REST_BYTES
 from tests.unit.refusals import refuses
 
 # torchvision's documents: GFLOPS of its table (multiply-accumulates), and parameters.
@@ -59,6 +62,16 @@ def test_memory_is_what_was_measured() -> None:
         memory = memory_of(architecture, image_size, half=precision != "fp32")
         assert memory.needed_bytes(batch_size) / 1e9 == pytest.approx(memory_gb, rel=0.1)
         assert memory.largest_batch(memory.needed_bytes(batch_size)) == batch_size
+
+
+@pytest.mark.parametrize(("task", "num_classes"), [("detection", 5), ("segmentation", 6)])
+def test_memory_in_use_is_that_of_the_training_and_of_what_is_beside_it(task: str, num_classes: int) -> None:
+    """Within 10 % of what a GPU had in use, with PyTorch's and DALI's own."""
+    (run,) = json.loads((RESULTS / f"h200/tasks_{task}.json").read_text())["runs"]
+    name, side = f"{task}/{run['network']}", run["image_size"]
+    memory = training_memory(name, side, num_classes=num_classes, half=True, num_moments=2)
+    in_use = max(epoch["gpu_memory_bytes"] for epoch in run["history"])
+    assert memory.needed_bytes(32) + _REST_BYTES == pytest.approx(in_use, rel=0.1)
 
 
 def test_memory_of_other_tasks_counts_their_loss() -> None:
