@@ -7,11 +7,10 @@ since playlists and the like name other files and addresses.
 import ctypes
 import netrc
 import os
-import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from urllib.parse import quote, urlsplit
 import av
 import numpy as np
 from av.codec.hwaccel import HWAccel, hwdevices_available
+from av.stream import Disposition
 from av.video.reformatter import ColorRange
 
 from components.common.contracts.errors import EngineryError, UserError, shortened, shown
@@ -44,6 +44,7 @@ _LIVE = {
 _OPEN_TIMEOUT_S = 10.0
 _MAX_FOUND = 10_000  # videos of one folder
 _MAX_PIXELS = 8192 * 4352  # of a frame: 8K
+_SET_BACK_S = 1.0  # a clock that goes back by more was set back
 _ON_GPU = ("nv12", "p010le")  # what is converted there
 _PIXELS_AT_ONCE = 1 << 25  # that become colours, some 60 bytes of memory each
 # By FFmpeg's number of the colour space (BT.709, BT.601, BT.2020) the weights of red and blue in the luma.
@@ -54,7 +55,7 @@ _LUMA_WEIGHTS = {1: (0.2126, 0.0722), 5: (0.299, 0.114), 9: (0.2627, 0.0593)}
 class VideoSource:
     """A video before it was opened."""
 
-    name: str  # for people: the path below the folder that was named, or the address
+    name: str  # for people, of one source alone: the path below the folder that was named, or the address
     address: str  # a path, an address, or -
     scheme: str = ""  # of a live address
 
@@ -87,6 +88,7 @@ class Planes:
     space: int  # FFmpeg's number of the colour space
     is_full: bool  # whether all 256 levels are used
     turns: int  # by 90 degrees, until it is upright
+    is_mirrored: bool  # whether it is to be flipped upside down before
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -96,7 +98,7 @@ class Planes:
 
 
 def find_videos(sources: tuple[str, ...]) -> list[VideoSource]:
-    """Return the videos that `sources` name, files of a folder in the order of their names.
+    """Return the videos that `sources` name, each once, files of a folder in the order of their names.
 
     Raises:
         UserError: there is no such file, a folder holds no video, or an address is of another kind.
@@ -119,14 +121,16 @@ def find_videos(sources: tuple[str, ...]) -> list[VideoSource]:
         elif path.is_dir():
             found += _in_folder(path)
         elif path.exists():  # a named pipe, too
-            found.append(VideoSource(name=path.name, address=str(path.resolve())))
+            found.append(VideoSource(name=shown(path.name), address=str(path.absolute())))
         else:
             raise UserError(
                 f"there is no video {source}; name a file, a folder, or an address such as rtsp://HOST/PATH",
                 code="no-video",
                 setting="sources",
             )
-    return found
+    found = list({video.address: video for video in found}.values())
+    names = Counter(video.name for video in found)
+    return [replace(video, name=shown(video.address)) if names[video.name] > 1 else video for video in found]
 
 
 def _in_folder(folder: Path) -> list[VideoSource]:
@@ -142,7 +146,9 @@ def _in_folder(folder: Path) -> list[VideoSource]:
             code="no-video",
             setting="sources",
         )
-    return [VideoSource(name=file.relative_to(folder).as_posix(), address=str(file.resolve())) for file in files]
+    return [
+        VideoSource(name=shown(file.relative_to(folder).as_posix()), address=str(file.absolute())) for file in files
+    ]
 
 
 class OpenVideo:
@@ -164,11 +170,17 @@ class OpenVideo:
         self.source, self._on_gpu = source, on_gpu
         self.num_corrupt = 0  # packets that the decoder refused
         self._container = _open(source, decoder, read_timeout_s, on_gpu)
-        try:
-            self._stream = self._container.streams.video[0]
-        except IndexError:
+        streams = [
+            stream
+            for stream in self._container.streams.video
+            if stream.codec_context is not None and not stream.disposition & Disposition.attached_pic
+        ]
+        if not streams:
             self.close()
-            raise UserError(f"{source.name} holds no video stream", code="no-video", setting="sources") from None
+            raise UserError(
+                f"{source.name} holds no video stream that can be decoded", code="no-video", setting="sources"
+            )
+        self._stream = streams[0]
         self._stream.thread_type = "SLICE" if source.is_live else "AUTO"  # frames in parallel come late
         self._stream.codec_context.options = {"max_pixels": str(_MAX_PIXELS)}
         rate = self._stream.average_rate or self._stream.guessed_rate
@@ -216,13 +228,13 @@ class OpenVideo:
 
     def frames(self) -> Iterator[VideoFrame]:
         """As `decoded`, with numbers, times that never go back, and pixels in RGB."""
-        first_s, last_s = None, 0.0
+        begin_s, last_s = None, 0.0
         for number, frame in enumerate(self.decoded()):
-            if frame.time is None:  # a camera's first frame after a pause may have none
-                time_s = last_s + 1 / self._rate if number else 0.0
-            else:
-                first_s = frame.time - last_s if first_s is None else first_s
-                time_s = frame.time - first_s
+            time_s = last_s + 1 / self._rate if number else 0.0
+            if frame.time is not None:  # a camera's first frame after a pause may have none
+                if begin_s is None or frame.time - begin_s < last_s - _SET_BACK_S:
+                    begin_s = frame.time - time_s
+                time_s = frame.time - begin_s
             last_s = max(last_s, time_s)
             pixels = _upright(frame, self._on_gpu)
             yield VideoFrame(number=number, time_s=last_s, pixels=pixels, received_s=time.monotonic())
@@ -245,7 +257,7 @@ def has_nvdec() -> bool:
 
 
 def _open(source: VideoSource, decoder: str, read_timeout_s: float, on_gpu: bool) -> "InputContainer":
-    options = {"format_whitelist": _FORMATS, "protocol_whitelist": _LIVE.get(source.scheme, "file,pipe,fd")}
+    options = {"format_whitelist": _FORMATS, "protocol_whitelist": _LIVE.get(source.scheme, "file,fd")}
     if source.scheme in ("rtsp", "rtsps"):
         options |= {"rtsp_transport": "tcp", "fflags": "nobuffer"}
     timeout = (_OPEN_TIMEOUT_S, read_timeout_s) if source.is_live else None
@@ -264,7 +276,7 @@ def _open(source: VideoSource, decoder: str, read_timeout_s: float, on_gpu: bool
             torch.cuda.synchronize()  # makes PyTorch's context that of this thread, for FFmpeg to take
             how["options"] = {"primary_ctx": "0", "current_ctx": "1"}
         how = {"hwaccel": HWAccel("cuda", allow_software_fallback=decoder == "auto", is_hw_owned=on_gpu, **how)}
-    address: Any = sys.stdin.buffer if source.address == STDIN else _with_login(source)
+    address = "fd:" if source.address == STDIN else _with_login(source)
     try:
         return av.open(address, "r", options=options, timeout=timeout, **how)
     except (av.error.FFmpegError, OSError, ValueError) as error:
@@ -295,22 +307,26 @@ def _with_login(source: VideoSource) -> str:
 
 
 def _lost(source: VideoSource, error: Exception) -> EngineryError:
-    return EngineryError(f"{source.name} does not answer: {shortened(_reason(error))}", code="stream-lost")
+    what = "does not answer" if source.is_live else "breaks off"
+    return EngineryError(f"{source.name} {what}: {shortened(_reason(error))}", code="stream-lost")
 
 
 def _reason(error: Exception) -> str:
     """FFmpeg's reason, without the address, which may hold a password."""
+    if isinstance(error, av.error.ExitError):  # the timeout
+        return "no data came in time"
     return str(getattr(error, "strerror", None) or type(error).__name__)
 
 
 def _upright(frame: av.VideoFrame, on_gpu: bool) -> Any:
     """See VideoFrame.pixels."""
-    turns = round(frame.rotation / 90) % 4
+    turns, is_mirrored = _orientation(frame)
     is_even = frame.width % 2 == frame.height % 2 == 0
     if on_gpu and is_even and frame.sw_format is not None and frame.sw_format.name in _ON_GPU:
-        return planes_of(frame, turns)
-    pixels: np.ndarray = frame.to_ndarray(format="rgb24")
-    pixels = np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels
+        return planes_of(frame, turns, is_mirrored=is_mirrored)
+    rgb = frame.to_ndarray(format="rgb24")
+    # A copy where PyAV pads rows, which DALI does not take.
+    pixels = np.ascontiguousarray(np.rot90(rgb[::-1] if is_mirrored else rgb, turns))
     if not on_gpu:
         return pixels
     import torch
@@ -318,7 +334,16 @@ def _upright(frame: av.VideoFrame, on_gpu: bool) -> Any:
     return torch.from_numpy(pixels).cuda()
 
 
-def planes_of(frame: av.VideoFrame, turns: int = 0) -> Planes:
+def _orientation(frame: av.VideoFrame) -> tuple[int, bool]:
+    """Turns by 90 degrees until a frame is upright, and whether it is to be flipped upside down before."""
+    matrix: Any = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return 0, False
+    a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5].astype(float)
+    return round(frame.rotation / 90) % 4, a * d < b * c
+
+
+def planes_of(frame: av.VideoFrame, turns: int = 0, *, is_mirrored: bool = False) -> Planes:
     """A copy of the planes of NV12, or its form with 10 bits, of even sides, where they are.
 
     They become colours later, many at once: each operation of a reader holds up the others.
@@ -333,7 +358,8 @@ def planes_of(frame: av.VideoFrame, turns: int = 0) -> Planes:
     if luma.is_cuda:  # who lets go of the frame lets NVDEC write it again
         torch.cuda.current_stream().synchronize()
     is_full = frame.color_range == ColorRange.JPEG
-    return Planes(luma=luma, chroma=chroma, space=int(frame.colorspace), is_full=is_full, turns=turns)
+    space = int(frame.colorspace)
+    return Planes(luma=luma, chroma=chroma, space=space, is_full=is_full, turns=turns, is_mirrored=is_mirrored)
 
 
 def rgb_images(frames: Sequence[Any]) -> list[Any]:
@@ -351,8 +377,8 @@ def rgb_images(frames: Sequence[Any]) -> list[Any]:
             some = places[start : start + step]
             images = _rgb_of_planes([frames[place] for place in some], space, is_full)
             for place, image in zip(some, images, strict=True):
-                turns = frames[place].turns
-                found[place] = image.rot90(turns).contiguous() if turns else image
+                plain = image.flip(0) if frames[place].is_mirrored else image
+                found[place] = plain.rot90(frames[place].turns).contiguous()
     return found
 
 

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -17,12 +18,13 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from av.stream import Disposition
 from av.video.reformatter import ColorRange
 from click.testing import CliRunner
 from PIL import Image
 
 from components.analyze.results import HeldClasses, Latencies, StreamResult, Thumbnails, Timeline
-from components.analyze.videos import has_nvdec, planes_of, rgb_images
+from components.analyze.videos import OpenVideo, find_videos, has_nvdec, planes_of, rgb_images
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import AnalysisManifest, Artifact, BundleManifest, load
 from components.common.contracts.transforms import TransformSpec
@@ -39,12 +41,23 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(
-    ("name", "codec"), [("a.mp4", "libx264"), ("b.mkv", "libx265"), ("c.webm", "libvpx-vp9"), ("d.mp4", "libsvtav1")]
+    ("name", "codec", "size"),
+    [
+        ("a.mp4", "libx264", (96, 128)),
+        ("b.mkv", "libx265", (90, 122)),  # rows that FFmpeg pads
+        ("c.webm", "libvpx-vp9", (75, 101)),
+        ("d.mp4", "libsvtav1", (96, 128)),
+    ],
 )
 def test_frames_get_the_labels_of_the_same_frames_as_images(
-    run_analysis: Analyze, bundle: Artifact[BundleManifest], tmp_path: Path, name: str, codec: str
+    run_analysis: Analyze,
+    bundle: Artifact[BundleManifest],
+    tmp_path: Path,
+    name: str,
+    codec: str,
+    size: tuple[int, int],
 ) -> None:
-    video = write_video(tmp_path / name, digit_frames(), codec)
+    video = write_video(tmp_path / name, digit_frames(size), codec)
     analysis = run_analysis(video)
     with av.open(str(video)) as container:
         stills = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
@@ -56,7 +69,7 @@ def test_frames_get_the_labels_of_the_same_frames_as_images(
     np.testing.assert_allclose([line["probabilities"] for line in found], expected["probabilities"].tolist(), atol=1e-6)
     assert [line["time_s"] for line in found] == [round(index / 30, 3) for index in range(len(stills))]
     (stream,) = analysis.manifest.streams
-    assert (stream.width, stream.height, stream.num_decoded, stream.problem) == (128, 96, len(stills), "")
+    assert (stream.width, stream.height, stream.num_decoded, stream.problem) == (*size[::-1], len(stills), "")
     assert stream.codec == {"libx264": "h264", "libx265": "hevc", "libvpx-vp9": "vp9", "libsvtav1": "av1"}[codec]
 
 
@@ -163,6 +176,67 @@ def test_what_is_broken_is_named_and_the_rest_is_labelled(run_analysis: Analyze,
     for name in names[2:]:
         assert (seen[name].num_labelled, seen[name].codec) == (0, "")
         assert "is no video that can be read" in seen[name].problem
+
+
+@pytest.mark.parametrize("matrix", [(0, 1, -1, 0), (-1, 0, 0, -1), (0, -1, 1, 0), (-1, 0, 0, 1), (0, 1, 1, 0)])
+def test_frames_are_turned_and_mirrored_as_their_file_says(tmp_path: Path, matrix: tuple[int, ...]) -> None:
+    plain = write_video(tmp_path / "a.mp4", digit_frames(per_digit=1))
+    expected = first_frame(plain)
+    data = bytearray(plain.read_bytes())
+    at = data.index(b"tkhd") + 44
+    across, down = np.array(matrix).reshape(2, 2)  # where the picture's axes go
+    data[at : at + 20] = struct.pack(">5i", *across << 16, 0, *down << 16)
+    plain.write_bytes(data)
+    expected = expected if across[0] else expected.transpose(1, 0, 2)
+    expected = expected[:: (across + down)[1], :: (across + down)[0]]
+    np.testing.assert_array_equal(first_frame(plain), expected)
+
+
+def first_frame(path: Path) -> np.ndarray:
+    video = OpenVideo(*find_videos((str(path),)), decoder="cpu", read_timeout_s=1.0)
+    try:
+        return next(video.frames()).array()
+    finally:
+        video.close()
+
+
+def test_the_cover_of_a_recording_is_no_video(run_analysis: Analyze, tmp_path: Path) -> None:
+    frames = [av.VideoFrame.from_ndarray(pixels, format="rgb24") for pixels in digit_frames(per_digit=1)]
+    with av.open(str(tmp_path / "song.mp4"), "w") as container:
+        sound, cover = container.add_stream("aac", rate=44_100), container.add_stream("mjpeg", rate=30)
+        cover.width, cover.height, cover.pix_fmt = frames[0].width, frames[0].height, "yuvj420p"
+        cover.disposition = Disposition.attached_pic
+        silence = av.AudioFrame.from_ndarray(np.zeros((2, 1024), np.float32), format="fltp", layout="stereo")
+        silence.sample_rate = 44_100
+        for stream, frame in ((cover, frames[0].reformat(format="yuvj420p")), (sound, silence)):
+            container.mux([*stream.encode(frame), *stream.encode(None)])
+    video = write_video(tmp_path / "a.mp4", digit_frames(per_digit=1))
+    song, seen = run_analysis(tmp_path / "song.mp4", video).manifest.streams
+    assert (song.num_labelled, seen.num_labelled) == (0, len(frames))
+    assert "no video stream" in song.problem
+
+
+def test_time_continues_where_a_clock_is_set_back(run_analysis: Analyze, tmp_path: Path) -> None:
+    once = write_video(tmp_path / "once.ts", digit_frames()).read_bytes()
+    (tmp_path / "twice.ts").write_bytes(2 * once)
+    found = lines(run_analysis(tmp_path / "twice.ts"), "frames.jsonl")
+    assert len(found) == 2 * len(SHOWN) * PER_DIGIT
+    steps = np.diff([line["time_s"] for line in found])
+    np.testing.assert_allclose(steps, 1 / 30, atol=0.002)
+
+
+def test_streams_have_names_of_their_own(run_analysis: Analyze, tmp_path: Path) -> None:
+    video = write_video(tmp_path / "a.mp4", digit_frames(per_digit=1))
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "a.mp4").write_bytes(video.read_bytes())
+    strange = Path(os.fsdecode(os.fsencode(folders[0]) + b"/no\xffutf8\x1b.mp4"))
+    strange.write_bytes(video.read_bytes())
+    analysis = run_analysis(*folders, folders[1] / "a.mp4")  # the last one twice
+    expected = [str(folders[0] / "a.mp4"), r"no\udcffutf8\x1b.mp4", str(folders[1] / "a.mp4")]
+    assert [stream.name for stream in analysis.manifest.streams] == expected
+    assert {line["stream"] for line in lines(analysis, "frames.jsonl")} == {*expected}
 
 
 def test_a_video_may_change_its_size(run_analysis: Analyze, tmp_path: Path) -> None:
@@ -401,9 +475,9 @@ def test_planes_of_gpus_become_the_colours_of_ffmpeg(pixel_format: str, space: i
     expected = frame.to_ndarray(format="rgb24").astype(int)
     frame = frame.reformat(format=pixel_format, src_color_range=color_range, dst_color_range=color_range)
     other = np.zeros((2, 2, 3), np.uint8)
-    given = [planes_of(frame), planes_of(frame, turns=1), other]
+    given = [planes_of(frame), planes_of(frame, turns=1, is_mirrored=True), other]
     plain, turned, same = rgb_images(given)
     assert np.abs(plain.numpy() - expected).max() <= 3
     assert (given[0].shape, given[1].shape) == (plain.shape, turned.shape)
-    np.testing.assert_array_equal(turned, np.rot90(plain))
+    np.testing.assert_array_equal(turned, np.rot90(plain.numpy()[::-1]))
     assert same is other
