@@ -52,7 +52,10 @@ class AnalyzeConfig(StepConfig):
         "frame shows a class; of boxes at least 0.3, of masks 0.01.",
     )
     stall_seconds: float = Field(
-        5.0, gt=0, description="Time without a frame after which a live stream counts as stalled."
+        5.0,
+        gt=0,
+        description="Time without a frame after which a live stream counts as stalled; after twice as long without "
+        "data, and a second at least, it is lost.",
     )
     reconnect_seconds: float = Field(
         30.0,

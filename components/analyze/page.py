@@ -62,6 +62,7 @@ def page(
                 for each in result.thumbnails.kept
             ],
             "events": result.shown_events,
+            "video": result.video,
         }
         for record, result in list(zip(records, results, strict=True))[:_MAX_SHOWN]
     ]

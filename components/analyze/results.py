@@ -166,7 +166,7 @@ class Latencies:
         if not total:
             return None
         index = int(np.searchsorted(np.cumsum(self._counts), percent / 100 * total))
-        return float(self._LEAST_MS * self._GROWTH ** (index + 1))
+        return round(self._LEAST_MS * self._GROWTH ** (index + 1), 2)
 
 
 class StreamResult:
@@ -182,6 +182,7 @@ class StreamResult:
         self.shown_events: list[dict[str, Any]] = []
         self.num_events = 0
         self.last_s = 0.0
+        self.video = ""  # the file of the annotated one
 
     def count(self, shown: Collection[str], time_s: float) -> None:
         """Count a frame that the model saw, by the classes that it shows."""

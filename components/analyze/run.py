@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -104,12 +105,11 @@ def analyze(
                 selected.runner.infer(np.zeros(bundle.manifest.image_shapes.input_shape(batch_size), np.float32))
         # In the order of exits: the readers stop, what they have read is labelled, the files are closed.
         streams = stack.enter_context(Streams(sources, config, num_readers(on_gpu), writer.say, on_gpu))
-        _label_all(streams, transform, selected.runner, batch_size, writer, log, config.max_seconds)
+        _label_all(streams, transform, selected.runner, batch_size, writer, log)
     records = writer.records(streams.states)
     if not any(record.num_labelled for record in records):
-        problems = "; ".join(dict.fromkeys(record.problem for record in records if record.problem))
-        message = f"no frame could be read: {problems or 'the videos are empty'}"
-        raise UserError(message, code="no-frames", setting="sources")
+        problems = "; ".join(dict.fromkeys(record.problem for record in records))
+        raise UserError(f"no frame could be read: {problems}", code="no-frames", setting="sources")
     seconds = time.monotonic() - began
     frames_per_s = sum(record.num_labelled for record in records) / max(seconds, 1e-9)
     summary = {
@@ -165,10 +165,8 @@ def _label_all(
     batch_size: int,
     writer: "_Writer",
     log: StepLog,
-    max_seconds: float,
 ) -> None:
     """Take batches over all streams until they end. While the model runs, the next frames are transformed."""
-    deadline = time.monotonic() + max_seconds if max_seconds else None
     waiting: deque[tuple[_Batch, Future[_Answered]]] = deque()
     done = 0
     with ThreadPoolExecutor(num_cores()) as answering, ThreadPoolExecutor(1) as worker:
@@ -183,16 +181,12 @@ def _label_all(
             batch, answered = waiting.popleft()
             outputs, answers = answered.result()
             writer.write(batch, outputs, [answer.result() for answer in answers])
+            streams.wrote(batch)
             done += len(batch)
             log.progress("labelling", done, max(done + 1, sum(s.num_decoded for s in streams.states)), unit="frames")
 
         with _signals_call(streams.stop):
-            while True:
-                if deadline is not None and time.monotonic() >= deadline:
-                    streams.stop()
-                batch = streams.take(batch_size)
-                if not batch:
-                    break
+            while batch := streams.take(batch_size):
                 images = transform.transform(rgb_images([frame.pixels for _, frame in batch]))
                 waiting.append((batch, worker.submit(infer, batch, images)))
                 # A full batch leaves others waiting, so that the next is transformed meanwhile; what comes slowly is
@@ -255,7 +249,8 @@ class _Writer:
     def say(self, kind: str, state: StreamState, frame: VideoFrame | None, **fields: Any) -> None:
         """Write an event of a stream: opened, size, stalled, resumed, lost, back, ended. From any thread."""
         time_s, number = (state.time_s, state.num_decoded) if frame is None else (frame.time_s, frame.number)
-        self._event(state.index, {"event": kind, "frame": number, "time_s": round(time_s, 3), **fields})
+        event = {"event": kind, "frame": number, "time_s": round(time_s, 3), **_clock(state, frame), **fields}
+        self._event(state.index, event)
 
     def write(self, batch: _Batch, outputs: np.ndarray, answers: Sequence[Answer]) -> None:
         """Write what a batch shows. `outputs`: [B, ...] float32."""
@@ -271,8 +266,9 @@ class _Writer:
     def _write_one(
         self, state: StreamState, frame: VideoFrame, output: np.ndarray, answer: Answer, latency_ms: float
     ) -> None:
-        result, answers, time_s = self.results[state.index], self.answers, round(frame.time_s, 3)
-        line = {"stream": self._names[state.index], "frame": frame.number, "time_s": time_s, **answers.line(answer)}
+        result, answers = self.results[state.index], self.answers
+        place = {"frame": frame.number, "time_s": round(frame.time_s, 3), **_clock(state, frame)}
+        line = {"stream": self._names[state.index], **place, **answers.line(answer)}
         if state.drops:
             line["latency_ms"] = round(latency_ms, 1)
             result.latencies.add(latency_ms)
@@ -281,7 +277,7 @@ class _Writer:
         event = result.held.update(shown, frame.number, frame.time_s)
         if event is not None:
             kind = "changed" if "before" in event else "held"
-            self._event(state.index, {"event": kind, "frame": frame.number, "time_s": time_s, **event})
+            self._event(state.index, {"event": kind, **place, **event})
         if event is not None or not result.num_labelled:
 
             def draw(small: Image.Image) -> Image.Image:
@@ -301,7 +297,8 @@ class _Writer:
 
     def _video(self, index: int) -> AnnotatedVideo:
         if index not in self._videos:
-            self._videos[index] = AnnotatedVideo(self._output / annotated_name(index, self._names[index]))
+            self.results[index].video = annotated_name(index, self._names[index])
+            self._videos[index] = AnnotatedVideo(self._output / self.results[index].video)
         return self._videos[index]
 
     def records(self, states: Sequence[StreamState]) -> tuple[StreamRecord, ...]:
@@ -316,7 +313,7 @@ class _Writer:
             decoder="cuda" if state.on_gpu else "cpu",
             width=state.size[0],
             height=state.size[1],
-            seconds=result.last_s,
+            seconds=round(result.last_s, 3),
             num_decoded=state.num_decoded,
             num_labelled=result.num_labelled,
             num_dropped=state.num_dropped,
@@ -326,8 +323,16 @@ class _Writer:
             shares_pct={name: round(100 * count / total, 3) for name, count in result.counts.most_common(10)},
             latency_p50_ms=result.latencies.percentile_ms(50),
             latency_p99_ms=result.latencies.percentile_ms(99),
-            problem=state.problem,
+            problem=state.problem or ("" if result.num_labelled else "no frame came"),
         )
+
+
+def _clock(state: StreamState, frame: VideoFrame | None) -> dict[str, str]:
+    """When a live stream's frame came, or now."""
+    if not state.source.is_live:
+        return {}
+    age_s = 0.0 if frame is None else time.monotonic() - frame.received_s
+    return {"at": datetime.fromtimestamp(time.time() - age_s, UTC).isoformat(timespec="milliseconds")}
 
 
 def annotated_name(index: int, name: str) -> str:

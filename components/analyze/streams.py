@@ -1,10 +1,12 @@
 """Several videos at once: a thread decodes each, and their frames wait in short queues for a batch."""
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from components.analyze.config import AnalyzeConfig
@@ -32,11 +34,20 @@ class StreamState:
     num_lost: int = 0  # times that it broke off
     problem: str = ""  # why it ended before its end; empty where it did not
     queue: deque[VideoFrame] = field(default_factory=deque)
+    num_open: int = 0  # frames that wait or were taken, until they are written
     is_done: bool = False
     time_s: float = 0.0  # of the last frame, by the video's own clock
     began_s: float = 0.0  # when its first frame came, on time.monotonic's clock
-    last_frame_s: float = field(default_factory=time.monotonic)
+    is_open: bool = False
+    last_frame_s: float = 0.0  # or when it was opened, on that clock, too
     is_stalled: bool = False
+
+
+def _no_frame(state: StreamState) -> str:
+    why = f"its {state.num_corrupt:,} packets are broken, or their pictures larger than 8K"
+    if not state.num_corrupt:
+        why = "it is empty, or an MP4 in a pipe with its index last (ffmpeg -movflags +faststart puts it first)"
+    return f"no frame of {state.source.name} can be decoded: {why}"
 
 
 class Streams:
@@ -64,6 +75,7 @@ class Streams:
             for index, source in enumerate(sources)
         ]
         self._stop = threading.Event()
+        self._ends_s = time.monotonic() + (config.max_seconds or math.inf)
         # One lock; who takes frames waits for them, and readers for room, so that a frame wakes no other reader.
         lock = threading.RLock()
         self._changed, self._taken = threading.Condition(lock), threading.Condition(lock)
@@ -72,8 +84,9 @@ class Streams:
         self._waiting: deque[StreamState] = deque()  # streams with frames, the next in turn first
         self._lives = [state for state in self.states if state.source.is_live]
         num_readers = min(len(self._files), num_threads)
-        self._threads = [threading.Thread(target=self._read_live, args=(state,), daemon=True) for state in self._lives]
-        self._threads += [threading.Thread(target=self._read_files, daemon=True) for _ in range(num_readers)]
+        readers = [partial(self._read_live, state) for state in self._lives] + num_readers * [self._read_files]
+        self._threads = [threading.Thread(target=self._run, args=(read,), daemon=True) for read in readers]
+        self._failure: Exception | None = None  # of a thread
         self._num_reading, self._num_full = len(self._threads), 0  # threads, and those that wait for room in a queue
 
     def __enter__(self) -> "Streams":
@@ -98,6 +111,9 @@ class Streams:
         """Wait for frames, and for more that can come up to `max_wait_ms`. Empty once all streams have ended.
 
         The streams have turns, so that none waits for another; the frames of each come in order.
+
+        Raises:
+            Exception: what a reader failed with, such as a full disk over an event.
         """
         deadline = None
         with self._changed:
@@ -105,12 +121,16 @@ class Streams:
                 num_frames, now = sum(len(state.queue) for state in self._waiting), time.monotonic()
                 if num_frames and deadline is None:
                     deadline = now + self.config.max_wait_ms / 1e3
+                if now >= self._ends_s:
+                    self.stop()
                 is_over = self._stop.is_set() or not self._num_left
                 is_full = num_frames >= max_frames or (num_frames > 0 and self._num_full == self._num_reading)
                 if is_over or is_full or (deadline is not None and now >= deadline):
                     break
                 self._find_stalls(now)
                 self._changed.wait(_POLL_S if deadline is None else min(_POLL_S, deadline - now))
+            if self._failure is not None:
+                raise self._failure
             taken: list[tuple[StreamState, VideoFrame]] = []
             while len(taken) < max_frames and self._waiting:
                 state = self._waiting.popleft()
@@ -120,13 +140,16 @@ class Streams:
             self._taken.notify_all()
         return taken
 
+    def wrote(self, batch: Sequence[tuple[StreamState, VideoFrame]]) -> None:
+        """A stream has ended once all of its frames are written."""
+        with self._changed:
+            for state, _ in batch:
+                state.num_open -= 1
+                self._say_end(state)
+
     def _find_stalls(self, now: float) -> None:
         for state in self._lives:
-            if (
-                not (state.is_done or state.is_stalled)
-                and state.num_decoded
-                and now - state.last_frame_s > self.config.stall_seconds
-            ):
+            if state.is_open and not state.is_stalled and now - state.last_frame_s > self.config.stall_seconds:
                 state.is_stalled = True
                 self._say("stalled", state, None)
 
@@ -149,23 +172,36 @@ class Streams:
                 self._changed.notify_all()
                 self._taken.wait_for(lambda: self._stop.is_set() or len(state.queue) < self.config.queue_frames)
                 self._num_full -= 1
-                if self._stop.is_set():
-                    return
+            if self._stop.is_set():
+                return
             if not state.queue:
                 self._waiting.append(state)
             elif len(state.queue) >= self.config.queue_frames:
                 state.queue.popleft()
                 state.num_dropped += 1
+                state.num_open -= 1
             state.queue.append(frame)
+            state.num_open += 1
             self._changed.notify_all()
 
     def _end(self, state: StreamState, problem: str = "") -> None:
         state.problem = problem
-        self._say("ended", state, None, **({"problem": problem} if problem else {}))
         with self._changed:
             state.is_done = True
             self._num_left -= 1
+            self._say_end(state)
             self._changed.notify_all()
+
+    def _say_end(self, state: StreamState) -> None:
+        if state.is_done and not state.num_open:
+            self._say("ended", state, None, **({"problem": state.problem} if state.problem else {}))
+
+    def _run(self, read: Callable[[], None]) -> None:
+        try:
+            read()
+        except Exception as error:  # raised by `take`, in its thread
+            self._failure = error
+            self.stop()
 
     def _read_files(self) -> None:
         while not self._stop.is_set():
@@ -176,6 +212,8 @@ class Streams:
             problem = ""
             try:
                 self._read(state)
+                if not (state.num_decoded or self._stop.is_set()):
+                    problem = _no_frame(state)
             except EngineryError as error:
                 problem = str(error)
             except Exception as error:  # a library's, over a file that is not ours: the others are read all the same
@@ -201,7 +239,7 @@ class Streams:
             except Exception as error:
                 problem = f"{state.source.name} can't be read: {type(error).__name__}"
             if self._stop.is_set():
-                problem = ""
+                problem = "" if state.num_decoded else problem
                 break
             now = time.monotonic()
             if state.num_decoded > before or lost_at is None:
@@ -215,12 +253,13 @@ class Streams:
         self._stop_reading()
 
     def _read(self, state: StreamState) -> None:
-        timeout_s = max(self.config.stall_seconds, 1.0)
+        timeout_s = 2 * max(self.config.stall_seconds, 0.5)
         decoder = self.config.decoder
         video = OpenVideo(state.source, decoder=decoder, read_timeout_s=timeout_s, on_gpu=self._on_gpu)
         num_before, num_corrupt, base_s = state.num_decoded, state.num_corrupt, 0.0
         try:
             state.codec, state.on_gpu = video.codec, video.decodes_on_gpu
+            state.is_open, state.is_stalled, state.last_frame_s = True, False, time.monotonic()
             self._say("back" if num_before else "opened", state, None, codec=state.codec)
             if num_before:  # a source that comes back begins at 0: its time continues by this machine's clock
                 base_s = time.monotonic() - state.began_s
@@ -231,5 +270,6 @@ class Streams:
                 if self._stop.is_set():
                     return
         finally:
+            state.is_open = False
             state.num_corrupt = num_corrupt + video.num_corrupt
             video.close()
