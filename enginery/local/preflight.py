@@ -190,6 +190,7 @@ def check_measurements(arguments: Mapping[str, Any], *, in_containers: bool = Fa
         ("export.calibration_method", arguments.get("calibration_method") == "smoothquant", "auto"),
         ("validate.corruptions", validate.corruptions, "false"),
         ("gate.max_class_drop_points", thresholds.max_class_drop_points > 0, "0"),
+        ("train.image_sizes", bool((arguments.get("train") or {}).get("image_sizes")), "[]"),
     ):
         if is_set and _is_text(arguments):
             raise _refusal(setting, f"it is about networks of images, and this one translates. Set it to {off}")

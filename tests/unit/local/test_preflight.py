@@ -276,6 +276,7 @@ def test_what_would_not_be_measured_is_refused(
         ("export.calibration_method", {"calibration_method": "smoothquant"}),
         ("validate.corruptions", {"validate": {"corruptions": True}}),
         ("gate.max_class_drop_points", {"gate": {"max_class_drop_points": 1.0}}),
+        ("train.image_sizes", {"train": {"image_sizes": [64]}}),
     ],
 )
 def test_what_is_about_images_is_refused_of_a_translator(setting: str, arguments: dict[str, Any]) -> None:
