@@ -378,7 +378,8 @@ def rgb_images(frames: Sequence[Any]) -> list[Any]:
             images = _rgb_of_planes([frames[place] for place in some], space, is_full)
             for place, image in zip(some, images, strict=True):
                 plain = image.flip(0) if frames[place].is_mirrored else image
-                found[place] = plain.rot90(frames[place].turns).contiguous()
+                turns = frames[place].turns
+                found[place] = plain.rot90(turns).contiguous() if turns else plain
     return found
 
 

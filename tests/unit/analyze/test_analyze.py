@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import av
@@ -23,8 +24,10 @@ import pytest
 from av.stream import Disposition
 from av.video.reformatter import ColorRange
 from click.testing import CliRunner
+from mlflow import MlflowClient
 from PIL import Image
 
+from components.analyze import component
 from components.analyze.config import AnalyzeConfig
 from components.analyze.results import HeldClasses, Latencies, StreamResult, Thumbnails, Timeline
 from components.analyze.streams import Streams
@@ -497,6 +500,19 @@ def test_a_queue_of_one_frame_keeps_the_newest(run_analysis: Analyze, tmp_path: 
     (stream,) = analysis.manifest.streams
     assert stream.num_labelled + stream.num_dropped == stream.num_decoded == len(SHOWN) * PER_DIGIT
     assert lines(analysis, "frames.jsonl")[-1]["frame"] == stream.num_decoded - 1
+
+
+def test_the_kfp_component_keeps_a_record_in_mlflow(
+    bundle: Artifact[BundleManifest], tmp_path: Path, store: str
+) -> None:
+    video = write_video(tmp_path / "a.mp4", digit_frames(per_digit=1))
+    given, written = SimpleNamespace(path=str(bundle.path)), SimpleNamespace(path=str(tmp_path / "analysis"))
+    component.analyze.python_func(bundle=given, sources=[str(video)], settings={"every": 2}, analysis=written)
+    assert load(Path(written.path), AnalysisManifest).manifest.streams[0].num_labelled == 2
+    client = MlflowClient(tracking_uri=store)
+    (record,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    assert record.data.metrics["frames_labelled"] == 2
+    assert {file.path for file in client.list_artifacts(record.info.run_id)} >= {"index.html", "events.jsonl"}
 
 
 def test_the_command_ends_with_2_where_a_video_could_not_be_read(

@@ -68,6 +68,8 @@ def test_json_has_every_check_and_a_fix_for_each_one_not_ok(report: dict[str, An
     assert all(check["fix"] for check in report["checks"] if check["status"] in ("warning", "missing"))
     assert not any("could not check" in check["found"] for check in report["checks"])
     found = {check["name"]: check["status"] for check in report["checks"]}
+    (video,) = (check["found"] for check in report["checks"] if check["name"] == "video")
+    assert video.endswith("decodes H.264, HEVC, VP9, AV1 on the CPU")
     working = ("PyTorch", "DALI", "OpenVINO", "MLflow tracking", "state directory")
     assert {found[name] for name in working} <= {"ok", "warning"}  # a machine may give reason for a warning
     assert "FP32 and INT8 on the CPU. No TensorRT engines, because" in report["conclusion"]
