@@ -311,11 +311,11 @@ def openvino(probes: Probes) -> Finding:
 def video(probes: Probes) -> Finding:
     """The decoder of videos, and where it decodes."""
     try:
-        version, codecs, nvdec = (probes.ask("video", key) for key in ("version", "codecs", "nvdec"))
+        version, on_cpu, on_gpu = (probes.ask("video", key) for key in ("version", "cpu", "cuda"))
     except ProbeError as error:
         return missing(f"does not work: {error}", _REINSTALL)
-    where = "on the CPU, and on the GPU by NVDEC what that has" if nvdec else "on the CPU"
-    return ok(f"PyAV {version} decodes {', '.join(codecs)} {where}")
+    nvdec = f", and {', '.join(on_gpu)} on the GPU by NVDEC" if on_gpu else ""
+    return ok(f"PyAV {version} decodes {', '.join(on_cpu)} on the CPU{nvdec}")
 
 
 _LIMIT_S = 3.0

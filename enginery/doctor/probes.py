@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -152,18 +153,33 @@ def _probe_openvino() -> None:
 
 def _probe_video() -> None:
     import av
-    from av.codec.codec import UnknownCodecError
+    import numpy as np
 
-    from components.analyze.videos import has_nvdec
+    from components.analyze.videos import OpenVideo, find_videos, has_nvdec
+    from components.common.contracts.errors import EngineryError
 
-    def decodes(name: str) -> bool:
+    def decodes(file: str, decoder: str) -> bool:
         try:
-            return bool(av.Codec(name, "r"))
-        except UnknownCodecError:
+            video = OpenVideo(*find_videos((file,)), decoder=decoder, read_timeout_s=1.0)
+        except EngineryError:
             return False
+        return any(True for _ in video.decoded()) and video.decodes_on_gpu == (decoder == "cuda")
 
-    codecs = {"H.264": "h264", "HEVC": "hevc", "VP9": "vp9", "AV1": "libdav1d"}
-    _say(version=av.__version__, codecs=[shown for shown, name in codecs.items() if decodes(name)], nvdec=has_nvdec())
+    os.environ["SVT_LOG"] = "0"  # AV1's encoder talks
+    found: dict[str, list[str]] = {"cpu": [], "cuda": []}
+    encoders = {"H.264": "libx264", "HEVC": "libx265", "VP9": "libvpx-vp9", "AV1": "libsvtav1"}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, encoder in encoders.items():
+            file = f"{folder}/{encoder}.mkv"
+            with av.open(file, "w") as container:
+                stream: Any = container.add_stream(encoder, rate=25, width=256, height=256, pix_fmt="yuv420p")
+                pixels = np.zeros((256, 256, 3), np.uint8)
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+                container.mux(stream.encode(None))
+            for decoder in ("cpu", "cuda") if has_nvdec() else ("cpu",):
+                if decodes(file, decoder):
+                    found[decoder].append(name)
+    _say(version=av.__version__, **found)
 
 
 PROBES: Mapping[str, Callable[[], None]] = {
