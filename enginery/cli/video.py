@@ -76,6 +76,7 @@ def video(
     }
     config = resolve(AnalyzeConfig, "video", values)
     from components.analyze.run import analyze, outcome
+    from components.common.process.disk import out_of_space
     from components.common.process.steplog import StepLog
     from enginery.serving.sources import find_source
 
@@ -83,7 +84,12 @@ def video(
         text = model or str(latest_bundle(StateDirectory.current().runs))
         source = stack.enter_context(find_source(text, precision))
         chosen = config.model_copy(update={"precision": source.precision})
-        analysis = analyze(chosen, source.bundle, out, StepLog("video"))
+        try:
+            analysis = analyze(chosen, source.bundle, out, StepLog("video"))
+        except OSError as error:
+            if explained := out_of_space(error, out):
+                raise explained from None
+            raise
     console = new_console()
     table = new_table("stream", ">frames", ">dropped", "frames that show", ">p99 ms")
     for stream in analysis.manifest.streams:

@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -560,3 +561,19 @@ def test_planes_of_gpus_become_the_colours_of_ffmpeg(pixel_format: str, space: i
     assert (given[0].shape, given[1].shape) == (plain.shape, turned.shape)
     np.testing.assert_array_equal(turned, np.rot90(plain.numpy()[::-1]))
     assert same is other
+
+
+def test_a_full_disk_is_named(bundle: Artifact[BundleManifest], tmp_path: Path) -> None:
+    video = write_video(tmp_path / "a.mp4", digit_frames(per_digit=20))
+    script = 'mount -t tmpfs -o size=12k none /mnt && exec "$@"'
+    prefix = ("unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh")
+    if shutil.which("unshare") is None or subprocess.run([*prefix, "true"], capture_output=True).returncode != 0:
+        pytest.skip("this machine allows no mount namespaces")
+    command = [sys.executable, "-m", "enginery.cli.main", "video", str(video), "--model", str(bundle.path)]
+    environment = {**os.environ, "ENGINERY_HOME": str(tmp_path / "home")}
+    done = subprocess.run(
+        [*prefix, *command, "--out", "/mnt/out"], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "no space left on /mnt" in done.stderr
+    assert "[no-space]" in done.stderr
