@@ -167,6 +167,7 @@ def _probe_video() -> None:
 
     os.environ["SVT_LOG"] = "0"  # AV1's encoder talks
     found: dict[str, list[str]] = {"cpu": [], "cuda": []}
+    decoders = ("cpu", "cuda") if has_nvdec() else ("cpu",)
     encoders = {"H.264": "libx264", "HEVC": "libx265", "VP9": "libvpx-vp9", "AV1": "libsvtav1"}
     with tempfile.TemporaryDirectory() as folder:
         for name, encoder in encoders.items():
@@ -176,7 +177,7 @@ def _probe_video() -> None:
                 pixels = np.zeros((256, 256, 3), np.uint8)
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
                 container.mux(stream.encode(None))
-            for decoder in ("cpu", "cuda") if has_nvdec() else ("cpu",):
+            for decoder in decoders:
                 if decodes(file, decoder):
                     found[decoder].append(name)
     _say(version=av.__version__, **found)

@@ -104,7 +104,7 @@ class PipelineFile:
 
     def recipe(self, step: str) -> Mapping[str, Any]:
         """The settings that the pipeline gives a step where the user gives no others."""
-        return dict(self.inputs[step].default or {})
+        return self.inputs[step].default or {}
 
     def owners(self, parameter: str) -> list[str]:
         """The steps of this pipeline that a plain input sets."""
