@@ -30,6 +30,7 @@ from benchmarks.shards import validation_images
 from components.analyze.config import AnalyzeConfig
 from components.analyze.run import MOST_FRAMES, analyze, num_readers
 from components.analyze.videos import OpenVideo, find_videos, has_nvdec, rgb_images
+from components.common.contracts.environment import num_cores
 from components.common.contracts.manifests import (
     AnalysisManifest,
     Artifact,
@@ -72,16 +73,18 @@ def textures(num_frames: int) -> Iterator[np.ndarray]:
 def decode_rate(folder: Path, decoder: Decoder, read: Callable[[OpenVideo], Iterator[Any]], on_gpu: bool) -> float:
     """Frames/s of `read` alone, by as many threads as analyze has."""
     sources = find_videos((str(folder),))
+    readers = min(len(sources), num_readers(on_gpu))
+    threads = max(1, num_cores() // readers)
 
     def count(index: int) -> int:
-        video = OpenVideo(sources[index], decoder=decoder, read_timeout_s=10.0, on_gpu=on_gpu)
+        video = OpenVideo(sources[index], decoder=decoder, read_timeout_s=10.0, on_gpu=on_gpu, num_threads=threads)
         try:
             return sum(1 for _ in read(video))
         finally:
             video.close()
 
     began = time.perf_counter()
-    with ThreadPoolExecutor(min(len(sources), num_readers(on_gpu))) as pool:
+    with ThreadPoolExecutor(readers) as pool:
         total = sum(pool.map(count, range(len(sources))))
     return total / (time.perf_counter() - began)
 

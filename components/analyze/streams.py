@@ -11,6 +11,7 @@ from typing import Any
 
 from components.analyze.config import AnalyzeConfig
 from components.analyze.videos import OpenVideo, VideoFrame, VideoSource
+from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import EngineryError
 
 _RETRY_S = 1.0  # between two tries to reach a lost source
@@ -255,7 +256,10 @@ class Streams:
     def _read(self, state: StreamState) -> None:
         timeout_s = 2 * max(self.config.stall_seconds, 0.5)
         decoder = self.config.decoder
-        video = OpenVideo(state.source, decoder=decoder, read_timeout_s=timeout_s, on_gpu=self._on_gpu)
+        threads = max(1, num_cores() // len(self._threads))
+        video = OpenVideo(
+            state.source, decoder=decoder, read_timeout_s=timeout_s, on_gpu=self._on_gpu, num_threads=threads
+        )
         num_before, num_corrupt, base_s = state.num_decoded, state.num_corrupt, 0.0
         try:
             state.codec, state.on_gpu = video.codec, video.decodes_on_gpu

@@ -20,7 +20,7 @@ import av
 import numpy as np
 from av.codec.hwaccel import HWAccel, hwdevices_available
 from av.stream import Disposition
-from av.video.reformatter import ColorRange
+from av.video.reformatter import ColorRange, VideoReformatter
 
 from components.common.contracts.errors import EngineryError, UserError, shortened, shown
 
@@ -154,7 +154,15 @@ def _in_folder(folder: Path) -> list[VideoSource]:
 class OpenVideo:
     """A video that is being read. Not for several threads at once."""
 
-    def __init__(self, source: VideoSource, *, decoder: str, read_timeout_s: float, on_gpu: bool = False) -> None:
+    def __init__(
+        self,
+        source: VideoSource,
+        *,
+        decoder: str,
+        read_timeout_s: float,
+        on_gpu: bool = False,
+        num_threads: int = 1,
+    ) -> None:
         """Open it.
 
         Args:
@@ -162,6 +170,7 @@ class OpenVideo:
             decoder: "auto", "cpu" or "cuda".
             read_timeout_s: of a live source, the longest wait for data.
             on_gpu: whether pixels are on the GPU; what NVDEC decodes then never leaves it.
+            num_threads: that decode where the CPU does; more than one pay only where others are idle.
 
         Raises:
             UserError: it is no video, or NVDEC was asked for and is not there.
@@ -181,10 +190,12 @@ class OpenVideo:
                 f"{source.name} holds no video stream that can be decoded", code="no-video", setting="sources"
             )
         self._stream = streams[0]
+        self._stream.codec_context.thread_count = 1 if self.decodes_on_gpu else num_threads
         self._stream.thread_type = "SLICE" if source.is_live else "AUTO"  # frames in parallel come late
         self._stream.codec_context.options = {"max_pixels": str(_MAX_PIXELS)}
         rate = self._stream.average_rate or self._stream.guessed_rate
         self._rate = float(rate) if rate else 25.0
+        self._to_rgb = VideoReformatter()  # one for all frames: to make it takes longer than to convert a small frame
 
     @property
     def codec(self) -> str:
@@ -236,8 +247,23 @@ class OpenVideo:
                     begin_s = frame.time - time_s
                 time_s = frame.time - begin_s
             last_s = max(last_s, time_s)
-            pixels = _upright(frame, self._on_gpu)
+            pixels = self._upright(frame)
             yield VideoFrame(number=number, time_s=last_s, pixels=pixels, received_s=time.monotonic())
+
+    def _upright(self, frame: av.VideoFrame) -> Any:
+        """See VideoFrame.pixels."""
+        turns, is_mirrored = _orientation(frame)
+        is_even = frame.width % 2 == frame.height % 2 == 0
+        if self._on_gpu and is_even and frame.sw_format is not None and frame.sw_format.name in _ON_GPU:
+            return planes_of(frame, turns, is_mirrored=is_mirrored)
+        rgb = self._to_rgb.reformat(frame, format="rgb24", threads=1).to_ndarray()
+        # A copy where PyAV pads rows, which DALI does not take.
+        pixels = np.ascontiguousarray(np.rot90(rgb[::-1] if is_mirrored else rgb, turns))
+        if not self._on_gpu:
+            return pixels
+        import torch
+
+        return torch.from_numpy(pixels).cuda()
 
     def close(self) -> None:
         """Let go of file, connection and decoder."""
@@ -316,22 +342,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, av.error.ExitError):  # the timeout
         return "no data came in time"
     return str(getattr(error, "strerror", None) or type(error).__name__)
-
-
-def _upright(frame: av.VideoFrame, on_gpu: bool) -> Any:
-    """See VideoFrame.pixels."""
-    turns, is_mirrored = _orientation(frame)
-    is_even = frame.width % 2 == frame.height % 2 == 0
-    if on_gpu and is_even and frame.sw_format is not None and frame.sw_format.name in _ON_GPU:
-        return planes_of(frame, turns, is_mirrored=is_mirrored)
-    rgb = frame.to_ndarray(format="rgb24")
-    # A copy where PyAV pads rows, which DALI does not take.
-    pixels = np.ascontiguousarray(np.rot90(rgb[::-1] if is_mirrored else rgb, turns))
-    if not on_gpu:
-        return pixels
-    import torch
-
-    return torch.from_numpy(pixels).cuda()
 
 
 def _orientation(frame: av.VideoFrame) -> tuple[int, bool]:
