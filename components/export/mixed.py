@@ -213,6 +213,7 @@ class MixedSearch:
                         warmup_s=_TURN_S / 3,
                         duration_s=_TURN_S,
                         min_iterations=_MIN_ITERATIONS,
+                        with_transfers=False,  # copies, where they take longer, would make all look alike
                     )
                     speeds[name].append(timing.images_per_s)
             self.log.progress("measuring engines", _TURNS, _TURNS, unit="turns")
