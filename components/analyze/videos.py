@@ -354,9 +354,10 @@ def _orientation(frame: av.VideoFrame) -> tuple[int, bool]:
 
 
 def planes_of(frame: av.VideoFrame, turns: int = 0, *, is_mirrored: bool = False) -> Planes:
-    """A copy of the planes of NV12, or its form with 10 bits, of even sides, where they are.
+    """The planes of NV12, or its form with 10 bits, of even sides, where they are; they keep the frame's memory.
 
-    They become colours later, many at once: each operation of a reader holds up the others.
+    FFmpeg copies what NVDEC decodes into memory of its own, on the stream on which PyTorch works, too. The planes
+    become colours later, many at once: each operation of a reader holds up the others.
     """
     import torch
     from torch.utils.dlpack import from_dlpack
@@ -364,9 +365,6 @@ def planes_of(frame: av.VideoFrame, turns: int = 0, *, is_mirrored: bool = False
     luma, chroma = (from_dlpack(plane.__dlpack__()) for plane in frame.planes)
     if luma.dtype != torch.uint8:  # the upper byte holds the upper 8 of 10 bits
         luma, chroma = luma.view(torch.uint8)[:, 1::2], chroma.contiguous().view(torch.uint8)[..., 1::2]
-    luma, chroma = luma.clone(), chroma.clone()
-    if luma.is_cuda:  # who lets go of the frame lets NVDEC write it again
-        torch.cuda.current_stream().synchronize()
     is_full = frame.color_range == ColorRange.JPEG
     space = int(frame.colorspace)
     return Planes(luma=luma, chroma=chroma, space=space, is_full=is_full, turns=turns, is_mirrored=is_mirrored)
