@@ -28,7 +28,8 @@ from PIL import ImageOps
 from benchmarks.results import Results, result_options
 from benchmarks.shards import validation_images
 from components.analyze.config import AnalyzeConfig
-from components.analyze.run import MOST_FRAMES, analyze, num_readers
+from components.analyze.labelling import MOST_FRAMES, num_readers
+from components.analyze.run import analyze
 from components.analyze.videos import OpenVideo, find_videos, has_nvdec, rgb_images
 from components.common.contracts.environment import num_cores
 from components.common.contracts.manifests import (

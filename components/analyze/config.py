@@ -36,6 +36,13 @@ class AnalyzeConfig(StepConfig):
     max_wait_ms: float = Field(
         20.0, ge=0, le=10_000, description="Longest wait of a frame for others of its batch, in milliseconds."
     )
+    num_processes: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="Processes that share the streams and hold the model each; 0 for one, and where a GPU labels for "
+        "one per 4 cores, 4 at most.",
+    )
     every: int = Field(1, ge=1, description="Label each so-many-th frame of a stream.")
     top_k: int = Field(3, ge=1, le=100, description="Classes that a classifier's answer names.")
     hold_frames: int = Field(

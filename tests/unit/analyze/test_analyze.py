@@ -4,7 +4,9 @@ import base64
 import errno
 import io
 import json
+import multiprocessing
 import os
+import re
 import shutil
 import signal
 import struct
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from itertools import pairwise
@@ -355,7 +358,7 @@ def test_a_camera_that_stalls_breaks_off_and_comes_back(run_analysis: Analyze) -
 def test_a_consumer_that_is_too_slow_drops_frames_and_stays_near_now(
     run_analysis: Analyze, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import components.analyze.run as steps
+    import components.analyze.labelling as steps
 
     class SlowBatches(steps.FrameBatches):
         def transform(self, frames: list[np.ndarray]) -> np.ndarray:
@@ -372,24 +375,74 @@ def test_a_consumer_that_is_too_slow_drops_frames_and_stays_near_now(
     assert stream.latency_p99_ms < 1500  # two that wait, one that is under way, on a busy machine
 
 
-def test_ctrl_c_ends_with_whole_files(bundle: Artifact[BundleManifest], tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_ctrl_c_ends_with_whole_files(bundle: Artifact[BundleManifest], tmp_path: Path, num_processes: int) -> None:
     output = tmp_path / "analysis"
-    with RtspServer(digit_frames()) as server:
+    with RtspServer(digit_frames()) as server, RtspServer(digit_frames()) as other:
         command = [sys.executable, "-m", "components.analyze", "--bundle", str(bundle.path), "--output", str(output)]
-        command += ["--sources", json.dumps([server.url]), "--annotate", "true"]
+        command += ["--sources", json.dumps([server.url, other.url]), "--annotate", "true"]
+        command += ["--num-processes", str(num_processes)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         frames, deadline = output / "frames.jsonl", time.monotonic() + 60
-        while time.monotonic() < deadline and not (frames.exists() and frames.stat().st_size):
+        while time.monotonic() < deadline:
+            text = frames.read_text() if frames.exists() else ""
+            if server.url in text and other.url in text:
+                break
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said
     analysis = load(output, AnalysisManifest)
-    (stream,) = analysis.manifest.streams
-    assert len(lines(analysis, "frames.jsonl")) == stream.num_labelled > 0
-    with av.open(str(next(output.glob("*.mp4")))) as container:
-        assert sum(1 for _ in container.decode(video=0)) == stream.num_labelled
+    found = Counter(line["stream"] for line in lines(analysis, "frames.jsonl"))
+    assert found == {stream.name: stream.num_labelled for stream in analysis.manifest.streams}
+    for stream, video in zip(analysis.manifest.streams, sorted(output.glob("*.mp4")), strict=True):
+        with av.open(str(video)) as container:
+            assert sum(1 for _ in container.decode(video=0)) == stream.num_labelled > 0
+
+
+def test_several_processes_find_what_one_finds(run_analysis: Analyze, tmp_path: Path) -> None:
+    (tmp_path / "videos").mkdir()
+    for number, size in enumerate([(96, 128), (64, 64), (96, 128), (90, 122)]):
+        write_video(tmp_path / "videos" / f"{number}.mp4", digit_frames(size))
+    (tmp_path / "videos" / "broken.mp4").write_bytes(b"no video")
+    one = run_analysis(tmp_path / "videos", annotate=True)
+    one.path.rename(tmp_path / "one")
+    one = load(tmp_path / "one", AnalysisManifest)
+    several = run_analysis(tmp_path / "videos", annotate=True, num_processes=3)
+    assert several.manifest.streams == one.manifest.streams
+    assert [bool(stream.problem) for stream in one.manifest.streams] == 4 * [False] + [True]
+    for name in ("frames.jsonl", "events.jsonl"):
+        found, expected = (
+            sorted(lines(analysis, name), key=lambda line: (line["stream"], line["frame"]))
+            for analysis in (several, one)
+        )
+        assert found == expected
+    videos = sorted(file.name for file in one.path.glob("*.mp4"))
+    assert videos == ["0000_0.mp4", "0001_1.mp4", "0002_2.mp4", "0003_3.mp4"]
+    for video in videos:
+        with av.open(str(several.path / video)) as container:
+            assert sum(1 for _ in container.decode(video=0)) == len(SHOWN) * PER_DIGIT
+    own = re.compile(r"[0-9.,]+ frames/s|in [0-9:.]+:|[0-9]+ cores")
+    pages = [own.sub("", analysis.file("index.html").read_text()) for analysis in (several, one)]
+    assert pages[0] == pages[1]
+
+
+def test_a_process_that_is_killed_is_named(run_analysis: Analyze, tmp_path: Path) -> None:
+    for number in range(2):
+        write_video(tmp_path / f"{number}.mp4", digit_frames())
+
+    def kill_one() -> None:
+        while not (workers := multiprocessing.active_children()):
+            time.sleep(0.01)
+        workers[0].kill()
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    with refuses("worker-killed", setting="analyze.num_processes"):
+        run_analysis(tmp_path, num_processes=2)
+    killer.join()
+    assert not multiprocessing.active_children()
 
 
 def test_ctrl_c_ends_a_pipe_that_is_silent(bundle: Artifact[BundleManifest], tmp_path: Path) -> None:
