@@ -122,9 +122,7 @@ def speed(
         decoded = decode_rate(folder, decoder, OpenVideo.decoded, on_gpu)
         pixels = decode_rate(folder, decoder, OpenVideo.frames, on_gpu)
         analyzed = analyzed_by(decoder, models, folder, output / decoder, batch_size=batch_size).manifest.frames_per_s
-        # Of the time that a frame takes until it is there in RGB, the larger part.
-        reading = "decoder" if 1 / decoded > 1 / pixels - 1 / decoded else "conversion to RGB"
-        limit, rate = min({**alone, reading: pixels}.items(), key=lambda item: item[1])
+        limit, rate = min(("decoder", decoded), ("model", alone["model"]), key=lambda item: item[1])
         rates[decoder] = {
             "decoder": decoded,
             "pixels": pixels,
@@ -276,10 +274,10 @@ def main(
         measures=measures,
         runs=runs,
         notes=f"{models.manifest.architecture} at {models.manifest.image_transform.crop_size} px in INT8 by "
-        f"{selected.runner.runtime}; {streams} files of {frames} frames, H.264 720p. The slowest part by decoder: "
+        f"{selected.runner.runtime}; {streams} files of {frames} frames, H.264 720p. The slower of decoder and model: "
         f"{limits}. decoder: decoded frames, on the GPU where NVDEC decodes; pixels: the same in RGB, of NVDEC its "
-        "planes; transform: from there to the model's input. Parts alone and analyze, in turns; on a CPU they share "
-        "the cores, so that over_sum is what counts there.",
+        "planes; transform: from there to the model's input. Each alone in one process, then analyze, in turns; on a "
+        "CPU they share the cores, so that over_sum is what counts there.",
     )
 
 
