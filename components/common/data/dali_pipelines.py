@@ -132,8 +132,9 @@ def _memory_pipeline(spec: TransformSpec) -> Any:
 @pipeline_def(enable_conditionals=False)
 def _frame_pipeline(spec: TransformSpec, on_gpu: bool) -> Any:
     """The same of decoded images, [H, W, 3] uint8 RGB, that are fed to the input "frames"."""
-    device = "gpu" if on_gpu else "cpu"
-    frames = fn.external_source(name="frames", device=device, dtype=types.UINT8, ndim=3, layout="HWC")
+    # On a CPU all is done once the pipeline has run, so that the frames need not be copied.
+    how: dict[str, Any] = {"device": "gpu"} if on_gpu else {"device": "cpu", "no_copy": True}
+    frames = fn.external_source(name="frames", dtype=types.UINT8, ndim=3, layout="HWC", **how)
     return _transformed(frames, fn.external_source(name="shapes", dtype=types.INT64, ndim=1), spec)
 
 
