@@ -10,6 +10,7 @@ import torch
 from components.common.contracts.errors import EngineryError
 from components.common.runtimes.dynamic_plan import prefix
 from components.common.tasks.translation.runners import ENCODER_OUTPUTS, STEP_INPUTS, STEP_OUTPUTS
+from components.common.tasks.translation.search import longest_translations
 from components.common.tasks.translation.vocabulary import BOS, EOS, PAD
 
 _LENGTHS = 8  # sources are padded to multiples of it, so that graphs fit more of them
@@ -83,6 +84,7 @@ class _Batch:
         self._positions = torch.arange(network.max_tokens, device=device)
         self._found = torch.full((network.max_tokens + 1, batch), BOS, device=device)  # [0] is what each begins with
         self._ended = torch.zeros(batch, dtype=torch.bool, device=device)
+        self._limits = torch.zeros(batch, dtype=torch.int64, device=device)  # tokens of the longest translations
         self._first_shape = tuple(first.shape)
         second = self._run_step(0, first)
         self._growth = tuple(b - a for a, b in zip(first.shape, second["next_state"].shape, strict=True))
@@ -97,6 +99,7 @@ class _Batch:
         self._source.fill_(PAD)
         self._source[:, : source.shape[1]] = torch.from_numpy(source).to(self._source)
         self._ended.zero_()
+        self._limits.copy_(torch.from_numpy(longest_translations(source, self._network.max_tokens)))
         self._do(-1, self._encode)
         position = 0
         for position in range(self._network.max_tokens):
@@ -118,7 +121,7 @@ class _Batch:
         found = self._run_step(position, state, dict(zip(STEP_OUTPUTS, buffers, strict=True)))
         tokens = torch.where(self._ended, PAD, found["logits"].argmax(dim=1))
         self._found[position + 1] = tokens
-        self._ended |= tokens == EOS
+        self._ended |= (tokens == EOS) | (self._limits <= position + 1)
 
     def _run_step(
         self, position: int, state: torch.Tensor, outputs: Mapping[str, torch.Tensor] | None = None

@@ -9,6 +9,7 @@ import numpy as np
 from components.common.tasks.translation.vocabulary import BOS, EOS, PAD
 
 _LENGTH_PENALTY = 0.6  # Wu et al., 2016
+_LENGTH_FACTOR, _LENGTH_MARGIN = 3, 10  # tokens of a translation for each of its source, and besides
 
 
 class Network(Protocol):
@@ -34,6 +35,12 @@ def padded(sentences: Sequence[Sequence[int]]) -> np.ndarray:
     return ids
 
 
+def longest_translations(source: np.ndarray, max_tokens: int) -> np.ndarray:
+    """[B] tokens at which each translation ends, whatever comes: what repeats itself without end stays short."""
+    limits: np.ndarray = np.minimum(_LENGTH_FACTOR * (source != PAD).sum(axis=1) + _LENGTH_MARGIN, max_tokens)
+    return limits
+
+
 def search(network: Network, source: np.ndarray, *, beam_size: int, max_tokens: int) -> list[list[int]]:
     """The best translation of each sentence.
 
@@ -43,7 +50,7 @@ def search(network: Network, source: np.ndarray, *, beam_size: int, max_tokens: 
         network: what computes.
         source: [B, S] int64 ids, each sentence with EOS, then PAD.
         beam_size: candidates that are kept of each sentence; 1 takes the likeliest token each time.
-        max_tokens: at which a translation ends, whatever comes.
+        max_tokens: of the longest translation; see `longest_translations` for those of short sentences.
 
     Returns:
         Ids of each without BOS, EOS and PAD.
@@ -61,9 +68,10 @@ def search(network: Network, source: np.ndarray, *, beam_size: int, max_tokens: 
     # Beams of a sentence begin alike, so only the first counts.
     scores = np.where(np.arange(beam_size) == 0, 0.0, -np.inf)[None].repeat(num_sentences, axis=0)
     lengths = np.zeros((num_sentences, beam_size))
+    limits = longest_translations(source, max_tokens).repeat(beam_size)
     for position in range(max_tokens):
         logits, state = network.step(tokens, position, memory, mask, state)
-        ended = (found == EOS).any(axis=1)
+        ended = (found == EOS).any(axis=1) | (limits <= position)
         if beam_size == 1:
             tokens = np.where(ended, PAD, logits.argmax(axis=1))
         else:
@@ -71,14 +79,14 @@ def search(network: Network, source: np.ndarray, *, beam_size: int, max_tokens: 
             places = (rows + places).ravel()
             state, found = state[:, places], found[places]
         found = np.concatenate([found, tokens[:, None]], axis=1)
-        if (found == EOS).any(axis=1).all():
+        if ((found == EOS).any(axis=1) | (limits <= position + 1)).all():
             break
     best = (rows[:, 0] + (scores / _penalty(lengths)).argmax(axis=1)) if beam_size > 1 else rows[:, 0]
     return _without_ends(found[best])
 
 
 def _without_ends(tokens: np.ndarray) -> list[list[int]]:
-    return [list(map(int, takewhile(lambda token: token != EOS, row))) for row in tokens]
+    return [list(map(int, takewhile(lambda token: token not in (EOS, PAD), row))) for row in tokens]
 
 
 def _penalty(lengths: np.ndarray) -> np.ndarray:
