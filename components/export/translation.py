@@ -1,6 +1,5 @@
 """export of a translator: encoder and step as ONNX, INT8 chosen by BLEU on sentences of the training split."""
 
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,12 +9,11 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from components.common.contracts.digests import digest_file, digest_json
+from components.common.contracts.digests import digest_json
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import (
     Artifact,
@@ -43,6 +41,7 @@ from components.common.process.steplog import StepLog
 from components.common.runtimes import tensorrt
 from components.common.runtimes.architectures import build_model, load_weights
 from components.common.runtimes.onnx_files import read_onnx
+from components.common.runtimes.onnxruntime import new_session
 from components.common.tasks.translation.evaluation import Pairs, read_pairs
 from components.common.tasks.translation.predictions import TextPredictions
 from components.common.tasks.translation.runners import (
@@ -54,7 +53,6 @@ from components.common.tasks.translation.runners import (
     OpenVinoNetwork,
     Translator,
     batches_by_length,
-    open_plans,
 )
 from components.common.tasks.translation.search import Network, padded
 from components.common.tasks.translation.vocabulary import BOS, EOS, PAD, Vocabulary
@@ -75,10 +73,11 @@ from components.export.onnx_export import MAX_RELATIVE_ERROR, traced
 from components.export.placement import activation_tensors, has_unsigned_activations, quantizable_layers, with_names
 from components.export.precision import raise_opset, to_fp16
 from components.export.qdq import Arithmetic, WeightStorage, insert_qdq
+from components.export.selection import Budget
 
 _METHODS = tuple(name for name in RANGES if name != "smoothquant")
 _NUM_CHECKED = 8  # sentences on which ONNX Runtime and torch are compared
-_MAX_TRIALS = 6  # with layers in float, twice as many each time
+_MAX_TRIALS = 4  # with layers in float, which leave half of the cost each time
 Graphs = tuple[onnx.ModelProto, onnx.ModelProto]  # of encoder and step
 
 
@@ -110,6 +109,7 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, data: Artifact[Datas
     fp32 = _graphs(network)
     calibration, selection = _split(config, data)
     log.metrics({"onnx_relative_error": _check_against_torch(network, fp32, vocabulary, calibration[:_NUM_CHECKED])})
+    plans = _PlanBuilder.of(config, log, network, text.max_tokens, _tokens(vocabulary, calibration)[0])
     search = _Search(
         config=config,
         log=log,
@@ -117,18 +117,19 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, data: Artifact[Datas
         vocabulary=vocabulary,
         translator=partial(Translator, vocabulary=vocabulary, text=text, files=()),
         language=text.target_language,
-        plans=_PlanBuilder.of(config, log, network, text.max_tokens, _tokens(vocabulary, calibration)[0]),
+        budget=Budget.of(config, data),
+        plan_weights=_weight_storage() if plans is not None else None,
     )
     entry, int8 = search.run(calibration, selection, [f"{number}" for number in range(len(calibration))])
     files = {"fp32": fp32, "int8": int8}
-    if search.plans is not None:
+    if plans is not None:
         files["fp16"] = _in_fp16(fp32)
         if is_strongly_typed():  # there precisions are those of the file
             files["int8_fp16"] = search.typed_int8(entry)
     models: dict[str, str] = {}
     for precision, graphs in files.items():
         models |= {name: file.name for name, file in _saved(graphs, precision, output).items()}
-    engines, missing = search.plans.build_all(output) if search.plans else ((), _why_no_plans(config))
+    engines, missing = plans.build_all(output) if plans else ((), _why_no_plans(config))
     layers = [layer for graph in fp32 for layer in quantizable_layers(graph)]
     bundle = seal(
         output,
@@ -260,8 +261,6 @@ class _PlanBuilder:
     log: StepLog
     shapes: Mapping[str, Sequence[str | int]]  # of each tensor; an axis that changes by its name
     sizes: Sequence[Mapping[str, tuple[int, int, int]]]  # of those axes in each profile: smallest, tuned for, largest
-    _built: dict[tuple[Precision, str], tuple[EngineEntry, Path]] = field(default_factory=dict)
-    _folder: TemporaryDirectory[str] = field(default_factory=TemporaryDirectory)
 
     @classmethod
     def of(
@@ -287,26 +286,18 @@ class _PlanBuilder:
         """
         cache, entries = cache_folder(self.config), []
         for graph, file, name in reversed(list(zip(graphs, files, (ENCODER, "{}"), strict=True))):
-            plan, key = file.with_suffix(".plan").with_stem(name.format(precision)), (precision, digest_file(file))
-            if key in self._built:  # as a candidate of INT8
-                entry, known = self._built[key]
-                shutil.copyfile(known, plan)
-            else:
-                entry = build_engine(
-                    file,
-                    plan,
-                    precision=precision,
-                    shapes=self._tensors(graph),
-                    timing_cache_path=cache / TIMING_CACHES if cache else None,
-                    optimization_level=self.config.optimization_level,
-                    workspace_bytes=self.config.workspace_bytes,
-                    options=self.config.engine_options,
-                )
-                known = Path(self._folder.name) / f"{len(self._built)}.plan"
-                self._built[key] = entry, Path(shutil.copyfile(plan, known))
+            entry = build_engine(
+                file,
+                file.with_suffix(".plan").with_stem(name.format(precision)),
+                precision=precision,
+                shapes=self._tensors(graph),
+                timing_cache_path=cache / TIMING_CACHES if cache else None,
+                optimization_level=self.config.optimization_level,
+                workspace_bytes=self.config.workspace_bytes,
+                options=self.config.engine_options,
+            )
             weights = _weight_storage() if precision == "int8" else "dq"
-            names = {"file": plan.name, "source_onnx": file.name}
-            entries.append(entry.model_copy(update={**names, "weights": weights}))
+            entries.append(entry.model_copy(update={"weights": weights}))
         return entries
 
     def build_all(self, output: Path) -> tuple[tuple[EngineEntry, ...], str]:
@@ -365,7 +356,7 @@ class OnnxNetwork:
                 for name in histograms
                 if name not in known
             )
-            self._sessions.append(ort.InferenceSession(watched.SerializeToString(), providers=["CPUExecutionProvider"]))
+            self._sessions.append(new_session(watched.SerializeToString()))
 
     def encode(self, source: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See Network."""
@@ -447,13 +438,14 @@ class _Search:
     vocabulary: Vocabulary
     translator: partial[Translator]
     language: str
-    plans: _PlanBuilder | None = None  # None: OpenVINO
+    budget: Budget
+    plan_weights: WeightStorage | None = None  # None: no plans, OpenVINO serves
     scales: Mapping[str, float] = field(default_factory=dict)  # that were chosen, by tensor
 
     @property
     def arithmetic(self) -> Arithmetic:
         """Arithmetic of seven bits, so that sums saturate on no CPU; TensorRT takes signed activations alone."""
-        unsigned = self.plans is None and any(map(has_unsigned_activations, self.fp32))
+        unsigned = self.plan_weights is None and any(map(has_unsigned_activations, self.fp32))
         return Arithmetic(weight_bits=7, activations="unsigned" if unsigned else "signed")
 
     def run(self, calibration: Pairs, selection: Pairs, ids: Sequence[str]) -> tuple[CalibrationEntry, Graphs]:
@@ -491,16 +483,16 @@ class _Search:
                 break
         best = max(trials, key=lambda trial: (trial.score_pct, trial.chrf_pct))
         ranking: list[LayerCost] = []
-        if self.config.fallback and not best.within_budget:
+        if self.config.fallback and self.config.num_ranking_images and not best.within_budget:
             ranking = self._ranking(scales[best.method], calibration[: self.config.num_ranking_images])
-            for number in range(_MAX_TRIALS):
-                excluded = tuple(cost.name for cost in ranking[: 1 << number])
+            share = self.budget.max_drop_points / max(-best.delta_points, 1e-9)
+            for excluded in dict.fromkeys(_costliest(ranking, min(share, 0.5))):
                 trials.append(self._trial(best.method, scales[best.method], excluded, fp32, selection))
-                if trials[-1].within_budget or 1 << number >= len(ranking):
+                if trials[-1].within_budget:
                     break
             best = max(trials, key=lambda trial: (trial.within_budget, trial.score_pct, trial.chrf_pct))
         chosen = SelectionEntry(
-            runtime="openvino" if self.plans is None else "tensorrt",
+            runtime="openvino" if self.plan_weights is None else "onnxruntime",
             num_images=len(selection),
             fp32_score_pct=fp32.score_pct,
             max_drop_points=self.config.gate.max_drop_points,
@@ -538,11 +530,11 @@ class _Search:
         own = set(excluded).intersection(layers)
         if len(own) == len(layers):
             return graph
-        weights = "dq" if self.plans is None else _weight_storage()
+        weights = self.plan_weights or "dq"
         return insert_qdq(graph, scales, exclude=own, arithmetic=self.arithmetic, weights=weights)
 
     def _predictions(self, graphs: Graphs, pairs: Pairs) -> TextPredictions:
-        translator = self.translator(network=self._compiled(graphs))
+        translator = self.translator(network=self._opened(graphs))
         found = translator.translate([pair[0] for pair in pairs])
         return TextPredictions.of_texts(found, [pair[1] for pair in pairs], self.language)
 
@@ -556,8 +548,7 @@ class _Search:
     ) -> Trial:
         self.log.progress("choosing INT8", 0, 1, f"{method}, {len(excluded)} layers in float")
         own = self._predictions(self._int8(scales, excluded), selection)
-        found, budget = own.comparison(fp32), self.config.gate
-        share_pct = 100 * own.score_pct / fp32.score_pct if fp32.score_pct else 100.0
+        found = own.comparison(fp32)
         return Trial(
             method=method,
             excluded=excluded,
@@ -567,8 +558,7 @@ class _Search:
             low_points=-found.drop_upper_points,
             high_points=-found.drop_lower_points,
             agreement_pct=own.agreement_pct(fp32),
-            within_budget=found.drop_upper_points <= budget.max_drop_points
-            and share_pct >= budget.min_relative_score_pct,
+            within_budget=self.budget.allows(own.drop(fp32, own.num_images), fp32.score_pct),
             **asdict(self.arithmetic),
         )
 
@@ -580,9 +570,7 @@ class _Search:
         every = [name for own in layers for name in own]
 
         def logits(graphs: Graphs) -> np.ndarray:
-            # A plan of each would take too long.
-            network = self._compiled(graphs) if self.plans is None else OnnxNetwork(graphs)
-            return np.concatenate(list(teacher_forced(network, sources, targets)))
+            return np.concatenate(list(teacher_forced(self._opened(graphs), sources, targets)))
 
         reference = torch.from_numpy(logits(self.fp32)).log_softmax(1)
         costs = []
@@ -593,12 +581,17 @@ class _Search:
             costs.append(LayerCost(name=name, operator=operators[name], cost_nats=max(0.0, divergence.item())))
         return sorted(costs, key=lambda cost: -cost.cost_nats)
 
-    def _compiled(self, graphs: Graphs) -> Network:
+    def _opened(self, graphs: Graphs) -> Network:
+        """By OpenVINO, which serves them; those of plans, which take minutes to build, as the file says."""
+        if self.plan_weights is not None:
+            return OnnxNetwork(graphs)
         with TemporaryDirectory() as folder:
-            precision: Precision = "fp32" if graphs is self.fp32 else "int8"
-            files = list(_saved(graphs, precision, Path(folder)).values())
-            if self.plans is None:
-                return OpenVinoNetwork(*files)
-            self.plans.build(graphs, files, precision)
-            max_tokens = self.plans.sizes[0]["source"][2]
-            return open_plans([file.with_suffix(".plan") for file in files], (), max_tokens)
+            return OpenVinoNetwork(*_saved(graphs, "int8", Path(folder)).values())
+
+
+def _costliest(ranking: Sequence[LayerCost], share: float) -> Iterator[tuple[str, ...]]:
+    """Layers to keep in float, the costliest first: all others cost `share` of the whole at most, then half of it."""
+    costs = np.array([cost.cost_nats for cost in ranking])
+    left = 1 - costs.cumsum() / max(costs.sum(), 1e-9)
+    for number in range(_MAX_TRIALS):
+        yield tuple(cost.name for cost in ranking[: int((left > share / 2**number).sum()) + 1])

@@ -386,7 +386,9 @@ class LayerCost(Record):
 class SelectionEntry(Record):
     """How a calibration and the layers in INT8 were chosen by measurement."""
 
-    runtime: str = Field(description="What ran the candidates: openvino, or torch, which simulates INT8 on a GPU.")
+    runtime: str = Field(
+        description="What ran the candidates: openvino; or torch, of translators onnxruntime, which stand in for plans."
+    )
     num_images: int = Field(description="Training images, none of them calibrated with, that candidates ran on.")
     fp32_score_pct: float
     max_drop_points: float = Field(description="The budget, in points of the score.")

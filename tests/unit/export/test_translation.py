@@ -7,21 +7,27 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from components.common.contracts.manifests import BundleManifest, CheckpointManifest, DatasetManifest, load
+from components.common.contracts.records import LayerCost
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
-from components.common.runtimes.architectures import build_model
-from components.common.tasks.translation.runners import OpenVinoNetwork
+from components.common.runtimes.architectures import build_model, load_weights
+from components.common.tasks.translation.runners import OpenVinoNetwork, Translator
 from components.common.tasks.translation.search import padded, search
 from components.common.tasks.translation.vocabulary import EOS, Vocabulary, train_vocabulary
 from components.export.config import ExportConfig
 from components.export.placement import quantizable_layers
-from components.export.translation import Graphs, OnnxNetwork, _graphs, _Search, teacher_forced
+from components.export.selection import Budget
+from components.export.translation import Graphs, OnnxNetwork, _costliest, _graphs, _Search, _split, teacher_forced
 from enginery.datasets.phrases import phrase_pair
+from tests.unit.shapes import Chain
 
 NUM_TOKENS = 400
 SOURCES = [[5, 6, 7, 8, 9, EOS], [5, EOS], [7, 7, 7, EOS]]
 TARGETS = [[9, 8, EOS], [4, 5, 6, 7, EOS], [EOS]]
+BUDGET = Budget(max_drop_points=0.5, min_relative_score_pct=99)
 
 
 @pytest.fixture(scope="module", params=["transformer_small", "lstm_small"])
@@ -38,7 +44,7 @@ def in_openvino(graphs: Graphs, folder: Path) -> OpenVinoNetwork:
 
 def quantizer(graphs: Graphs, vocabulary: Vocabulary | None = None) -> _Search:
     config = resolve(ExportConfig, "export", {})
-    made = {"vocabulary": vocabulary, "translator": partial(dict), "language": "de"}
+    made = {"vocabulary": vocabulary, "translator": partial(dict), "language": "de", "budget": BUDGET}
     return _Search(config=config, log=StepLog("test"), fp32=graphs, **made)
 
 
@@ -84,3 +90,37 @@ def test_the_layer_that_suffers_is_ranked_first(graphs: Graphs, tmp_path: Path) 
     ranking = quantized._ranking({**scales, read: 1e-7}, pairs[:4])
     assert ranking[0].name == layer
     assert len(ranking) == sum(len(quantizable_layers(graph)) for graph in graphs)
+
+
+def test_layers_leave_int8_until_the_others_cost_little() -> None:
+    costs = {"a": 8.0, "b": 4.0, "c": 2.0, "d": 1.0, "e": 1.0}
+    ranking = [LayerCost(name=name, operator="MatMul", cost_nats=cost) for name, cost in costs.items()]
+    assert list(map("".join, _costliest(ranking, 0.5))) == ["a", "ab", "abc", "abcd"]
+    assert next(_costliest(ranking, 0.13)) == ("a", "b", "c")
+    assert next(_costliest(ranking, 0.0)) == tuple("abcde")
+
+
+def test_candidates_of_plans_are_judged_by_what_their_file_says(translator: Chain) -> None:
+    data, bundle = load(translator.dataset, DatasetManifest), load(translator.bundle, BundleManifest)
+    vocabulary, text = Vocabulary.read(data.file("vocabulary.model")), data.manifest.text_spec
+    network = build_model(bundle.manifest.architecture, text.num_tokens)
+    load_weights(network, load_file(load(translator.checkpoint, CheckpointManifest).file("weights.safetensors")), "")
+    served = bundle.manifest.calibration.selection
+    settings = {"num_calibration_images": 32, "num_selection_images": 64, "calibration_method": "max"}
+    config = resolve(ExportConfig, "export", {**settings, "fallback": False})
+    search = _Search(
+        config=config,
+        log=StepLog("test"),
+        fp32=_graphs(network),
+        vocabulary=vocabulary,
+        translator=partial(Translator, vocabulary=vocabulary, text=text, files=()),
+        language=text.target_language,
+        budget=BUDGET,
+        plan_weights="qdq",
+    )
+    found, _ = search.run(*_split(config, data), ids=())
+    assert found.selection.runtime == "onnxruntime"
+    assert served.runtime == "openvino"
+    assert found.selection.fp32_score_pct == pytest.approx(served.fp32_score_pct, abs=0.1)
+    assert found.selection.trials[0].activations == "signed"
+    assert found.selection.trials[0].score_pct == pytest.approx(served.trials[0].score_pct, abs=3)
