@@ -18,8 +18,8 @@ class DynamicPlan:
     Each optimization profile has an execution context of its own; the first profile that takes the inputs is used.
     """
 
-    def __init__(self, plan_path: Path, entry: EngineEntry | None = None) -> None:
-        """Load a plan; `entry` is what the bundle's manifest says of it, None for a plan just built.
+    def __init__(self, plan_path: Path, entry: EngineEntry) -> None:
+        """Load a plan; `entry` is what the bundle's manifest says of it.
 
         Raises:
             RuntimeUnavailable: TensorRT can't be used here.

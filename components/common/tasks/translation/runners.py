@@ -149,7 +149,7 @@ def open_translator(
 
 
 def open_plans(files: Sequence[Path], entries: Sequence[EngineEntry], max_tokens: int) -> Network:
-    """Encoder and step as plans, which `entries` tell of; those just built have none.
+    """Encoder and step as plans, which `entries` tell of.
 
     Raises:
         RuntimeUnavailable: TensorRT can't be used here, or there is no such plan.
@@ -160,7 +160,7 @@ def open_plans(files: Sequence[Path], entries: Sequence[EngineEntry], max_tokens
     from components.common.tasks.translation.gpu import GpuNetwork
 
     known = {entry.file: entry for entry in entries}
-    if missing := [file.name for file in files if not file.is_file()]:
+    if missing := [file.name for file in files if file.name not in known or not file.is_file()]:
         raise RuntimeUnavailable(f"the bundle has no {' and no '.join(missing)}", code="engine-missing")
-    encoder, step = (DynamicPlan(file, known.get(file.name)) for file in files)
+    encoder, step = (DynamicPlan(file, known[file.name]) for file in files)
     return GpuNetwork(encoder, step, max_tokens=max_tokens, device=torch.device("cuda", torch.cuda.current_device()))
