@@ -25,7 +25,6 @@ from components.export.config import ONNX_FILES, ExportConfig
 from components.export.engines import compile_plan, onnx_file_for
 from components.export.mixed import Compiled, MixedSearch, Profile
 from components.export.placement import quantizable_layers
-from components.export.precision import raise_opset, to_fp16
 from components.export.qdq import Arithmetic, WeightStorage, insert_qdq
 from components.export.selection import Budget
 
@@ -241,7 +240,7 @@ class Int8Plans:
 
     config: ExportConfig
     shapes: ShapeSpec
-    fp32: onnx.ModelProto  # that INT8 is written into, perhaps smoothed
+    graphs: Mapping[str, onnx.ModelProto]  # that INT8 is written into, FP32 and typed FP16, by name of the file
     scales: Mapping[str, float]
     excluded: tuple[str, ...]  # nodes in float: at first for the accuracy, in the end those of the plan
     samples: Samples | None  # images to compare the plans' classes on; None compares none
@@ -260,14 +259,14 @@ class Int8Plans:
         Raises:
             EngineryError: TensorRT builds INT8 in no form.
         """
-        graphs = {"int8": self.fp32, "int8_fp16": raise_opset(to_fp16(self.fp32))}
-        compiled, other = sorted(graphs, key=lambda name: ONNX_FILES[name] != onnx_file_for("int8"))
+        fp32 = self.graphs["int8"]
+        compiled, other = sorted(self.graphs, key=lambda name: ONNX_FILES[name] != onnx_file_for("int8"))
         with tempfile.TemporaryDirectory(dir=self.output, prefix=".int8-") as folder:
             backend = TensorRTBackend(
                 config=self.config,
                 shapes=self.shapes,
-                fp32=self.fp32,
-                graph=graphs[compiled],
+                fp32=fp32,
+                graph=self.graphs[compiled],
                 scales=self.scales,
                 reference=reference_plan(fp16, self.output),
                 folder=Path(folder),
@@ -275,7 +274,7 @@ class Int8Plans:
                 log=self.log,
             )
             search = MixedSearch(
-                fp32=self.fp32,
+                fp32=fp32,
                 excluded=self.excluded,
                 shapes=self.shapes,
                 backend=backend,
@@ -287,7 +286,7 @@ class Int8Plans:
                 file.replace(self.output / file.name)
         assert chosen.entry is not None
         self.excluded = chosen.excluded
-        graph = insert_qdq(graphs[other], self.scales, exclude=chosen.excluded, weights=chosen.entry.weights)
+        graph = insert_qdq(self.graphs[other], self.scales, exclude=chosen.excluded, weights=chosen.entry.weights)
         onnx.save(graph, self.output / ONNX_FILES[other])
         return chosen.entry
 

@@ -1,6 +1,7 @@
 """export: Checkpoint or own model -> Bundle."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -20,6 +21,7 @@ from components.common.process.steplog import StepLog
 from components.common.runtimes.onnx_files import read_onnx
 from components.common.runtimes.runner import to_numpy
 from components.common.runtimes.selection import fit_model
+from components.common.tasks import load_task
 from components.export.backends import Int8Plans
 from components.export.calibration import Samples, split_samples
 from components.export.config import ONNX_FILES, ExportConfig
@@ -60,14 +62,12 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
         )
     _check_numerics(source, calibration, fp32_file, log)
     quantized = quantize(config, source, fp32_file, calibration, selection, cache, log)
-    fp32 = with_names(read_onnx(fp32_file))
-    network = with_names(quantized.network) if quantized.calibration.method == "smoothquant" else fp32
-    _write_precisions(fp32, network, quantized, output, log)
+    graphs = _write_precisions(fp32_file, quantized, load_task(data.manifest.task).exported, output, log)
     write_atomically(output / "scales.json", json.dumps(quantized.scales, indent=1, sort_keys=True).encode())
     int8 = Int8Plans(
         config=config,
         shapes=source.shapes,
-        fp32=network,
+        graphs=graphs,
         scales=quantized.scales,
         excluded=quantized.excluded,
         samples=selection,
@@ -77,7 +77,7 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
         log=log,
     )
     engines, missing = build_plans(config, source.shapes, output, cache, log, int8.build)
-    layers, placement = quantizable_layers(fp32), int8.record or quantized.placement
+    layers, placement = quantizable_layers(graphs["int8"]), int8.record or quantized.placement
     in_float = placement.chosen.excluded if placement is not None else int8.excluded
     bundle = seal(
         output,
@@ -111,14 +111,28 @@ def _check_numerics(source: SourceModel, samples: Samples, fp32_file: Path, log:
 
 
 def _write_precisions(
-    fp32: onnx.ModelProto, network: onnx.ModelProto, quantized: Quantization, output: Path, log: StepLog
-) -> None:
-    """The files beside fp32.onnx: one graph, one set of scales, the same layers in INT8.
+    fp32_file: Path,
+    quantized: Quantization,
+    exported: Callable[[onnx.ModelProto], onnx.ModelProto],
+    output: Path,
+    log: StepLog,
+) -> dict[str, onnx.ModelProto]:
+    """The ONNX files: one graph, one set of scales, the same layers in INT8.
 
-    Of the file that is fit for the CPU here more may be in float, for speed. Those of INT8 are made of `network`, which
-    computes what `fp32` does, perhaps smoothed.
+    Of the file that is fit for the CPU here more may be in float, for speed. Those of INT8 are made of a network that
+    computes what FP32 does, perhaps smoothed. All become what is `exported` only now: until here outputs were compared
+    number by number.
+
+    Returns:
+        The graphs that INT8 is written into, by name of the file.
     """
     scales, excluded = quantized.scales, quantized.excluded
+    fp32 = with_names(read_onnx(fp32_file))
+    is_smoothed = quantized.calibration.method == "smoothquant"
+    whole = with_names(quantized.network) if is_smoothed else fp32
+    network = exported(whole)
+    if network is not whole:
+        onnx.save(exported(fp32), fp32_file)
     log.progress("writing ONNX", 0, 3, "int8.onnx", unit="precisions")
     onnx.save(insert_qdq(network, scales, exclude=excluded), output / ONNX_FILES["int8"])
     for model in quantized.cpu_models:
@@ -127,12 +141,13 @@ def _write_precisions(
             left_out = quantized.placement.chosen.excluded
         onnx.save(insert_qdq(network, scales, exclude=left_out, arithmetic=arithmetic), output / model.file)
     log.progress("writing ONNX", 1, 3, "fp16.onnx", unit="precisions")
-    fp16 = to_fp16(fp32)
+    fp16 = exported(to_fp16(fp32))
     onnx.save(fp16, output / ONNX_FILES["fp16"])
     log.progress("writing ONNX", 2, 3, "int8_fp16.onnx", unit="precisions")
-    typed = raise_opset(fp16 if network is fp32 else to_fp16(network))
+    typed = raise_opset(exported(to_fp16(whole)) if is_smoothed else fp16)
     onnx.save(insert_qdq(typed, scales, exclude=excluded), output / ONNX_FILES["int8_fp16"])
     log.progress("writing ONNX", 3, 3, unit="precisions")
+    return {"int8": network, "int8_fp16": typed}
 
 
 def _track(bundle: Artifact[BundleManifest], data: Artifact[DatasetManifest], log: StepLog) -> None:

@@ -23,6 +23,7 @@ from components.common.runtimes.tensorrt import (
     tensorrt_logger,
     why_unavailable,
 )
+from components.common.tasks.detection.candidates import keep_candidates
 from components.export.calibration import collect_with_onnxruntime, compute_scale
 from components.export.engines import build_engine, onnx_file_for
 from components.export.inspection import inspect_engine
@@ -31,6 +32,7 @@ from components.export.placement import activation_tensors
 from components.export.precision import raise_opset, round_weights, to_fp16
 from components.export.qdq import insert_qdq
 from components.validate.run import gpus_alike
+from tests.unit.common.tasks.test_candidates import check_candidates
 
 SHAPES = ShapeSpec(height=32, width=32, min_batch=1, opt_batch=4, max_batch=8)
 PRECISIONS = ("fp32", "fp16", "int8")
@@ -133,6 +135,25 @@ def test_outputs_may_have_more_axes_than_those_of_a_classifier(architecture, tmp
     runner = TensorRTRunner(tmp_path / "fp32.plan", shapes)
     for _ in range(3):  # the second and third time as a CUDA graph
         np.testing.assert_allclose(runner.infer(inputs), expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
+    runner.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_detector_returns_its_surest_anchors_in_their_order(precision, tmp_path):
+    torch.manual_seed(0)
+    network, shapes = build_model("detection/fcos_small", 3).eval(), ShapeSpec(height=288, width=288, max_batch=8)
+    export_onnx(network, tmp_path / "whole.onnx", shapes)
+    whole = onnx.load(tmp_path / "whole.onnx")
+    for name, model in (("fp32", whole), ("fp16", to_fp16(whole))):
+        onnx.save(keep_candidates(model), tmp_path / f"{name}.onnx")
+    file, plan = tmp_path / onnx_file_for(precision), tmp_path / "model.plan"
+    build_engine(file, precision=precision, shapes=shapes, plan_path=plan)
+    inputs = np.random.default_rng(0).standard_normal(shapes.input_shape(11), dtype=np.float32)
+    with torch.inference_mode():
+        every = network(torch.from_numpy(inputs)).numpy()
+    runner = TensorRTRunner(plan, shapes)
+    for _ in range(3):  # the second and third time as a CUDA graph
+        check_candidates(runner.infer(inputs), every, 1e-3 if precision == "fp32" else 0.05)
     runner.close()
 
 

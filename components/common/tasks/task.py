@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-if TYPE_CHECKING:  # DALI, which is not wherever networks are
+if TYPE_CHECKING:  # DALI and ONNX, which are not wherever networks are
+    import onnx
+
     from components.common.data.dali_pipelines import Way
 
 
@@ -39,4 +41,8 @@ class Task(Protocol):
 
     def result(self, totals: torch.Tensor, num_images: int) -> tuple[float, float]:
         """Mean loss and score in per cent, from the sums."""
+        ...
+
+    def exported(self, model: "onnx.ModelProto") -> "onnx.ModelProto":
+        """The graph of a bundle, from that of the network: it may return less, where predictions need no more."""
         ...

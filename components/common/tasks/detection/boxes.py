@@ -2,7 +2,8 @@
 
 A detector's output describes itself: [A, 8 + classes] float for an image and its A anchors. Of each anchor: its corners
 x1, y1, x2, y2 in pixels of the input; the distances of the object's left, top, right and bottom edge from the anchor's
-centre, in units of the anchor's sides; and a logit for each class, each of them a sigmoid's.
+centre, in units of the anchor's sides; and a logit for each class, each of them a sigmoid's. Files of a bundle
+return those anchors alone that `detect` looks at: see `candidates`.
 """
 
 from dataclasses import dataclass

@@ -13,6 +13,8 @@ from components.common.tasks.detection.loss import DetectionLoss
 from components.common.tasks.detection.predictions import BoxPredictions
 
 if TYPE_CHECKING:
+    import onnx
+
     from components.common.data.dali_pipelines import Way
 
 _LEAST, _MOST, _NUM_BINS = -3.0, 7.0, 200  # of logits: scores from 0.05 to 0.999
@@ -90,6 +92,12 @@ class Detection:
         shown = np.flatnonzero(objects)
         precisions = [_average_precision(own, objects[index]) for index in shown for own in counts[index]]
         return float(sums[0]) / num_images, 100 * float(np.mean(precisions)) if precisions else 0.0
+
+    def exported(self, model: "onnx.ModelProto") -> "onnx.ModelProto":
+        """See Task."""
+        from components.common.tasks.detection.candidates import keep_candidates
+
+        return keep_candidates(model)
 
 
 def _likeliest(outputs: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
 from components.common.runtimes.architectures import build_model
 from components.common.tasks.answers import View, answers_of
+from components.common.tasks.detection.boxes import MAX_CANDIDATES
 from components.export.config import ExportConfig
 from components.export.quantization import ArithmeticSearch, first_arithmetic
 from components.export.run import run as export
@@ -31,6 +32,7 @@ from components.gate.config import GateConfig
 from components.gate.run import run as gate
 from components.promote.pyfunc import BundleModel
 from enginery.datasets.shapes import CLASSES
+from tests.unit.common.tasks.test_candidates import check_candidates
 from tests.unit.registered import enginery
 from tests.unit.shapes import THRESHOLDS, Chain
 
@@ -111,23 +113,28 @@ def test_a_detector_on_a_backbone_of_timm_becomes_int8(
     chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ArithmeticSearch, "choose", lambda search: first_arithmetic(search.fp32))  # of files for CPUs
-    architecture = "detection/fcos_fpn/timm/mobilenetv3_small_050"
+    architecture = "detection/retinanet_fpn/timm/mobilenetv3_small_050"
     torch.manual_seed(0)
     network = build_model(architecture, len(CLASSES) - 1).eval()
     save_file(network.state_dict(), tmp_path / "weights.safetensors")
-    settings = {"architecture": architecture, "image_size": 64, "resize_ratio": 1.0, "tensorrt": "off"}
+    settings = {"architecture": architecture, "image_size": 96, "resize_ratio": 1.0, "tensorrt": "off"}
     settings |= {"num_ranking_images": 0, "mixed_engines": 0, "num_calibration_images": 16}
     source = {"model": tmp_path / "weights.safetensors", "dataset": chain.dataset}
     export(resolve(ExportConfig, "export", settings), StepLog("test"), **source, output=tmp_path / "bundle")
-    images = np.random.default_rng(0).normal(size=(2, 3, 64, 64)).astype(np.float32)
-    fp32, int8 = (
-        onnxruntime.InferenceSession(tmp_path / "bundle" / f"{name}.onnx").run(None, {"images": images})[0]
-        for name in ("fp32", "int8")
-    )
+    images = np.random.default_rng(0).normal(size=(2, 3, 96, 96)).astype(np.float32)
     with torch.no_grad():
-        np.testing.assert_allclose(fp32, network(torch.from_numpy(images)), rtol=0, atol=1e-3)
-    assert not np.array_equal(fp32, int8)
-    assert np.corrcoef(fp32[..., 8:].ravel(), int8[..., 8:].ravel())[0, 1] > 0.9
+        every = network(torch.from_numpy(images)).numpy()
+    files = sorted((tmp_path / "bundle").glob("*.onnx"))
+    assert len(files) == 6
+    for file in files:
+        model = onnx.load(file)
+        model.graph.output.append(onnx.ValueInfoProto(name="logits.all"))
+        kept, own = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"images": images})
+        assert kept.shape == (2, MAX_CANDIDATES, 8 + 5)
+        check_candidates(kept, own, 0)
+        if file.name == "fp32.onnx":
+            np.testing.assert_allclose(own, every, rtol=0, atol=1e-3)
+        assert np.corrcoef(own[..., 8:].ravel(), every[..., 8:].ravel())[0, 1] > 0.9
     nodes = onnx.load(tmp_path / "bundle" / "int8.onnx").graph.node
     dequantized = {node.output[0] for node in nodes if node.op_type == "DequantizeLinear"}
     convolutions = [node for node in nodes if node.op_type == "Conv"]
