@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 # weights, their gradients and two moments: where as much fits, nothing need be counted.
 _MOST_BYTES_PER_PIXEL = 14_000
 _MOST_FIXED_BYTES = 632_045_800 * 16
+_LEAST_SIZE = 64  # of images: smaller ones are padded, and take up to as much
 _REST_BYTES = 2 * 10**9  # PyTorch, DALI's buffers
 _MIN_BATCH = 8  # with fewer images BatchNorm learns little
 _MAX_OPENED = 256  # files that are opened to see whether any is an image
@@ -381,7 +382,8 @@ def check_memory(arguments: Mapping[str, Any]) -> str:
     is_small = not arguments["architecture"].startswith("timm/")
     if (
         is_small
-        and batch_size * image_size**2 * _MOST_BYTES_PER_PIXEL + _MOST_FIXED_BYTES + _REST_BYTES <= memory_bytes
+        and batch_size * max(image_size, _LEAST_SIZE) ** 2 * _MOST_BYTES_PER_PIXEL + _MOST_FIXED_BYTES + _REST_BYTES
+        <= memory_bytes
     ):
         return ""
     memory = training_memory(arguments)
@@ -408,17 +410,18 @@ def check_memory(arguments: Mapping[str, Any]) -> str:
 
 def _check_gpu_memory(arguments: Mapping[str, Any], memory: "TrainingMemory", batch_size: int, start: str) -> str:
     """Only warn: a compiled model may keep less than what autograd would."""
-    gpu, needed_bytes = min(gpus(), key=lambda each: each.memory_bytes), memory.needed_bytes(batch_size)
+    gpu = min(gpus(), key=lambda each: each.memory_bytes)
+    needed_bytes = memory.needed_bytes(batch_size) + _REST_BYTES
     if needed_bytes <= gpu.memory_bytes:
         return ""
     # Gradients accumulate over equal parts.
-    largest = memory.largest_batch(gpu.memory_bytes)
+    largest = memory.largest_batch(gpu.memory_bytes - _REST_BYTES)
     fitting = next((n for n in range(largest, 0, -1) if batch_size % n == 0), 0)
     text = f"{start} takes about {size_text(needed_bytes)} of memory, and {gpu.name} has {size_text(gpu.memory_bytes)}"
     smaller = f"or a smaller --image-size than {_image_size(arguments)}"
     if fitting:
         return f"{text}. At most {largest} images fit: try --set train.per_gpu_batch_size={fitting}, {smaller}"
-    if memory.fixed_bytes > gpu.memory_bytes:
+    if memory.fixed_bytes + _REST_BYTES > gpu.memory_bytes:
         fixed = size_text(memory.fixed_bytes)
         return f"{text}: weights, gradients and optimizer alone take {fixed}. Try a smaller network or a larger GPU"
     return f"{text}, too little for one image. Try {smaller.removeprefix('or ')}"

@@ -464,9 +464,9 @@ def test_more_memory_than_there_is_is_refused_with_what_fits(monkeypatch: pytest
 def test_weights_alone_can_be_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the batch, where memory is little for the network; and the most images that fit where some do."""
     huge = {**LARGE, "global_batch_size": 1, "train": {"precision": "bf16"}}
-    memory(monkeypatch, 4 * GB, 3 * GB, (Gpu(name="P4", memory_bytes=GB // 4, driver="580"),))
+    memory(monkeypatch, 4 * GB, 3 * GB, (Gpu(name="P4", memory_bytes=preflight._REST_BYTES + GB // 4, driver="580"),))
     assert "weights, gradients and optimizer alone take" in check_memory(huge)
-    memory(monkeypatch, 4 * GB, 3 * GB, (Gpu(name="T4", memory_bytes=GB, driver="580"),))
+    memory(monkeypatch, 4 * GB, 3 * GB, (Gpu(name="T4", memory_bytes=preflight._REST_BYTES + GB, driver="580"),))
     text = check_memory({**huge, "global_batch_size": 64})
     largest = int(re.search(r"At most (\d+) images fit: try --set train.per_gpu_batch_size=(\d+)", text)[1])
     needed = training_memory(huge)
@@ -475,6 +475,13 @@ def test_weights_alone_can_be_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     with refuses("too-little-memory", "--global-batch-size") as caught:
         check_memory({**huge, "train": {}})
     assert "for weights, gradients and optimizer at any batch" in str(caught.value)
+
+
+def test_small_images_that_a_network_pads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Swin fills its windows, whose pixels are many times those of the image."""
+    memory(monkeypatch, 4 * GB, 3 * GB, (Gpu(name="H100", memory_bytes=80 * GB, driver="580"),))
+    swin = {"architecture": "swin_v2_b", "image_size": 32, "global_batch_size": 4096, "train": {"precision": "fp32"}}
+    assert "At most" in check_memory(swin)
 
 
 def test_masks_and_boxes_are_counted() -> None:
