@@ -71,7 +71,7 @@ def read_prices(file: Path) -> dict[str, float]:
     """Prices per hour by GPU, of a CSV file with the columns device and usd_per_hour (of whatever unit).
 
     Raises:
-        UserError: it can't be read, names an unknown GPU, or a price is no positive number.
+        UserError: it can't be read, names an unknown GPU or one twice, or a price is no positive number.
     """
     problem = ""
     prices: dict[str, float] = {}
@@ -80,10 +80,13 @@ def read_prices(file: Path) -> dict[str, float]:
             content = opened.read(_MAX_PRICES_BYTES + 1)
         if len(content) > _MAX_PRICES_BYTES:
             problem = f"it has more than {_MAX_PRICES_BYTES:,} bytes"
-        for row in [] if problem else csv.DictReader(io.StringIO(content.decode())):
+        for row in [] if problem else csv.DictReader(io.StringIO(content.decode("utf-8-sig"))):
             name, text = row.get("device") or "", row.get("usd_per_hour") or ""
             if name not in devices():
                 problem = f"{name!r} is none of {', '.join(devices())}"
+                break
+            if name in prices:
+                problem = f"{name} is in it twice"
                 break
             try:
                 prices[name] = float(text)
@@ -133,16 +136,16 @@ def counted(question: Question) -> Model:
         manifest = load(path, BundleManifest).manifest
         _refuse_text(question.model, manifest.architecture)
         height, width = manifest.image_shapes.height, manifest.image_shapes.width
-        work = Work(count_onnx(path / manifest.models["fp32"]))
+        work = _work_of(path / manifest.models["fp32"])
         text = f"the bundle {path}, {manifest.architecture} at {height}x{width} px"
         size, num_classes = max(height, width), len(manifest.classes)
         return Model(work=work, architecture=manifest.architecture, image_size=size, num_classes=num_classes, text=text)
     if path.suffix == ".onnx":
         inputs = read_onnx(path).graph.input[:1]
         sides = [each.dim_value for graph_input in inputs for each in graph_input.type.tensor_type.shape.dim[2:]]
-        work = Work(count_onnx(path))
+        work = _work_of(path)
         size = max(sides, default=0) or 224
-        text = f"the file {path} at {'x'.join(str(side or '?') for side in sides)} px"
+        text = f"the file {path}" + (f" at {'x'.join(str(side or '?') for side in sides)} px" if sides else "")
         return Model(work=work, architecture="", image_size=size, num_classes=0, text=text)
     size = question.image_size or 224
     _refuse_text(question.model, question.model)
@@ -157,6 +160,13 @@ def counted(question: Question) -> Model:
     num_classes = question.num_classes or TASKS[task_of(question.model)].usual_num_classes
     text = f"the network {question.model} at {size}x{size} px with {num_classes:,} classes"
     return Model(work=work, architecture=question.model, image_size=size, num_classes=num_classes, text=text)
+
+
+def _work_of(file: Path) -> Work:
+    work = Work(count_onnx(file))
+    if not work.names:
+        raise UserError(f"{file}: nothing that it computes on images of a fixed size was found", code="shapes-unknown")
+    return work
 
 
 def _refuse_text(model: str, architecture: str) -> None:

@@ -25,7 +25,7 @@ def _decode_rate(ctx: click.Context, parameter: click.Parameter, text: str | Non
         rate = float(text)
     except ValueError:
         rate = 0.0
-    if not 0 < rate < 1e12:
+    if not 1e-3 <= rate < 1e12:
         message = f"--decode-rate {text}: write gpu, none, or JPEG files per second, such as 5000"
         raise UserError(message, code="invalid-numbers", setting="--decode-rate")
     return rate
@@ -64,7 +64,9 @@ def _refuse_unused(workload: str, data: Path | None, images: int | None) -> None
 @click.option(
     "--num-classes", default=0, type=click.IntRange(0, 10**6), help="Of a network.  [default: as its task usually has]"
 )
-@click.option("--qps", type=click.FloatRange(0, min_open=True), callback=finite, help="Images per second to serve.")
+@click.option(
+    "--qps", type=click.FloatRange(0, 1e12, min_open=True), callback=finite, help="Images per second to serve."
+)
 @click.option(
     "--p99",
     "p99_s",

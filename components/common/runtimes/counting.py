@@ -325,12 +325,21 @@ def count_onnx(path: Path) -> Count:
     """Count inference of an ONNX file, for one image: Q/DQ pairs count as nothing.
 
     Raises:
-        UserError: it can't be read, or its shapes can't be inferred.
+        UserError: it can't be read, its shapes can't be inferred, or an operation lacks what it reads or writes.
     """
     graph, batch_size = _with_shapes(read_onnx(path), path)
+    try:
+        return _count_graph(graph, batch_size, path)
+    except IndexError:
+        text = f"{path}: an operation has too few inputs, outputs or dimensions; export the model again"
+        raise UserError(text, code="not-onnx") from None
+
+
+def _count_graph(graph: onnx.GraphProto, batch_size: int, path: Path) -> Count:
     shapes = {
         value.name: tuple(dimension.dim_value for dimension in value.type.tensor_type.shape.dim)
         for value in (*graph.value_info, *graph.input, *graph.output)
+        if all(dimension.dim_value > 0 for dimension in value.type.tensor_type.shape.dim)  # 0 for one that is open
     }
     constants = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
     for node in graph.node:  # weights behind Q/DQ, or as constants
@@ -338,8 +347,9 @@ def count_onnx(path: Path) -> Count:
             constants[node.output[0]] = tuple(node.attribute[0].t.dims)
         if node.op_type in ("QuantizeLinear", "DequantizeLinear", "Cast", "Identity") and node.input[0] in constants:
             constants[node.output[0]] = constants[node.input[0]]
+    known = shapes | constants
     images = [value.name for value in graph.input if value.name not in constants]
-    layers, steps, sizes = [], [], {name: prod(shape) for name, shape in (shapes | constants).items()}
+    layers, steps, sizes = [], [], {name: prod(shape) for name, shape in known.items()}
     numbers: dict[str, int] = {}  # of tensors; a view has that of what it views
     for node in graph.node:
         if all(name in constants for name in node.output):
@@ -350,7 +360,7 @@ def count_onnx(path: Path) -> Count:
         unknown = [name for name in node.output if name and name not in shapes]
         if unknown and node.op_type in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
             raise UserError(
-                f"{path}: the shape of {unknown[0]!r} can't be inferred; export the model with fixed height and width",
+                f"{path}: the shape of {unknown[0]!r} can't be inferred; export the model with a fixed batch and size",
                 code="shapes-unknown",
             )
         weights = [name for name in node.input if name in constants]
@@ -360,7 +370,7 @@ def count_onnx(path: Path) -> Count:
             Layer(
                 name=node.name or node.output[0],
                 operator=operator,
-                macs=_onnx_macs(node, shapes | constants) // batch_size,
+                macs=_onnx_macs(node, known) // batch_size,
                 groups=_attribute(node, "group", 1) if operator == "Conv" else 1,
                 num_parameters=sum(sizes[name] for name in weights),
                 input_values=sum(sizes.get(name, 0) for name in values) // batch_size,

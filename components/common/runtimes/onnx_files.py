@@ -24,13 +24,16 @@ def onnx_content(path: Path) -> bytes:
     """Read the content of a file.
 
     Raises:
-        UserError: it is not there, empty, or larger than a protobuf message may be.
+        UserError: it can't be read, is empty, or larger than a protobuf message may be.
     """
     try:
         with path.open("rb") as file:
             content = file.read(MAXIMUM_PROTOBUF + 1)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file. Give the path of an ONNX model.", code="onnx-missing") from None
+    except OSError as error:
+        text = f"{path}: can't be read ({error.strerror}). Give the path of an ONNX model."
+        raise UserError(text, code="onnx-missing") from None
     if not content:
         raise UserError(f"{path}: not an ONNX file, it is empty. Export it again.", code="not-onnx")
     if len(content) > MAXIMUM_PROTOBUF:

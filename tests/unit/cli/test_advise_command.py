@@ -141,7 +141,7 @@ def test_decoding_limits() -> None:
     hardware = _rows(*_ASKED, "--p99", "1s", "--decode-rate", "gpu")
     assert hardware["H200"]["images_per_s"] == devices()["H200"].jpeg_per_s
     assert (hardware["L4"]["decode_per_s"], hardware["L4"]["limit"]) == ("unknown", free["L4"]["limit"])
-    for rate in ("0", "nan", "fast"):
+    for rate in ("0", "1e-300", "nan", "fast"):
         with refuses("invalid-numbers", "--decode-rate"):
             _rows(*_ASKED, "--decode-rate", rate)
 
@@ -203,6 +203,12 @@ def test_a_page_without_an_answer_says_so(tmp_path: Path) -> None:
     assert "<svg" not in file.read_text()
 
 
+def test_a_precision_that_a_cpu_does_not_have_is_not_late(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    _rows(*_ASKED, "--p99", "1s", "--html", str(file))
+    assert "too late" not in file.read_text()
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -210,6 +216,7 @@ def test_a_page_without_an_answer_says_so(tmp_path: Path) -> None:
         b"device,usd_per_hour\nH300,1\n",
         b"device,usd_per_hour\nH200,nan\n",
         b"device,usd_per_hour\nH200,free\n",
+        b"device,usd_per_hour\nH200,3\nH200,4\n",
         b"\xff\xfe",
         b"a" * 70_000,
     ],
@@ -219,6 +226,12 @@ def test_prices_are_checked(tmp_path: Path, content: bytes) -> None:
     file.write_bytes(content)
     with refuses("invalid-prices", "--prices"):
         read_prices(file)
+
+
+def test_prices_may_come_from_a_spreadsheet(tmp_path: Path) -> None:
+    file = tmp_path / "prices.csv"
+    file.write_bytes(b"\xef\xbb\xbfdevice,usd_per_hour\r\nH200,3\r\n")
+    assert read_prices(file) == {"H200": 3.0}
 
 
 def test_shipped_prices_name_date_and_source() -> None:
@@ -322,6 +335,14 @@ def test_an_onnx_file_is_served_and_not_trained(tmp_path: Path) -> None:
     for arguments, code in ((("--workload", "train"), "not-trainable"), (("--image-size", "64"), "fixed-by-file")):
         with refuses(code):
             _rows(str(file), *arguments)
+
+
+def test_a_file_that_computes_nothing_is_refused(tmp_path: Path) -> None:
+    images = helper.make_tensor_value_info("images", TensorProto.FLOAT, [1, 3, "height", "width"])
+    graph = helper.make_graph([helper.make_node("Relu", ["images"], ["logits"])], "graph", [images], [])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), tmp_path / "model.onnx")
+    with refuses("shapes-unknown"):
+        _rows(str(tmp_path / "model.onnx"))
 
 
 def test_batches_precisions_and_streams_cost_what_they_should() -> None:

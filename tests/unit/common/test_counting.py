@@ -113,6 +113,30 @@ def test_a_file_of_a_fixed_batch_counts_one_image(tmp_path) -> None:
         assert (count.macs, count.image_values, count.live_values) == (4 * 192, 192, 4)
 
 
+@pytest.mark.parametrize(
+    ("operator", "inputs", "side", "code"),
+    [
+        ("Conv", ["images", "weight"], "height", "shapes-unknown"),  # not counted as nothing
+        ("Conv", ["images", "weight"], 0, "shapes-unknown"),
+        ("Conv", ["images"], 8, "not-onnx"),
+        ("Cast", [], 8, "not-onnx"),
+    ],
+)
+def test_files_that_say_too_little_are_refused(tmp_path, operator, inputs, side, code) -> None:
+    images = helper.make_tensor_value_info("images", TensorProto.FLOAT, [1, 3, side, side])
+    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, [1, 4, side, side])
+    weight = helper.make_tensor("weight", TensorProto.FLOAT, [4, 3, 1, 1], [0.0] * 12)
+    graph = helper.make_graph([helper.make_node(operator, inputs, ["logits"])], "graph", [images], [logits], [weight])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), tmp_path / "model.onnx")
+    with refuses(code):
+        count_onnx(tmp_path / "model.onnx")
+
+
+def test_a_folder_is_no_file(tmp_path) -> None:
+    with refuses("onnx-missing"):
+        count_onnx(tmp_path)
+
+
 def test_the_input_of_a_file_need_not_be_square(tmp_path) -> None:
     onnx.save(_reshaping(1, (8, 16)), tmp_path / "wide.onnx")
     assert count_onnx(tmp_path / "wide.onnx").image_values == 3 * 8 * 16
