@@ -84,7 +84,7 @@ def page(rows: Sequence[dict[str, Any]], workload: str, question: Question, pric
     if workload == "serve":
         cost, label = ("cost_per_million", "cost of a million images")
     charts = {"cost": cost_chart(rows, cost, label), "roofline": ""}
-    if best is not None:
+    if best is not None and model.work.flops.any():
         device = devices()[best["gpu"]]
         charts["roofline"] = roofline_chart(model, device, best["precision"], best["batch"])
     return (

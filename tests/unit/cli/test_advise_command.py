@@ -203,6 +203,14 @@ def test_a_page_without_an_answer_says_so(tmp_path: Path) -> None:
     assert "<svg" not in file.read_text()
 
 
+def test_a_file_without_products_has_no_roofline(tmp_path: Path) -> None:
+    images = helper.make_tensor_value_info("images", TensorProto.FLOAT, [1, 3, 64, 64])
+    graph = helper.make_graph([helper.make_node("Relu", ["images"], ["logits"])], "graph", [images], [])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), tmp_path / "model.onnx")
+    _rows(str(tmp_path / "model.onnx"), "--html", str(tmp_path / "page.html"))
+    assert (tmp_path / "page.html").read_text().count("<svg") == 1  # the cost
+
+
 def test_a_precision_that_a_cpu_does_not_have_is_not_late(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     _rows(*_ASKED, "--p99", "1s", "--html", str(file))
