@@ -120,6 +120,19 @@ def verdict(twice: Forecast) -> str:
     return f"Undecided: twice as many would gain {gain}; more validation images or runs would narrow that."
 
 
+def miss(foretold: Forecast, largest: Point, num_val: int) -> str:
+    """A warning where the largest number's error is far outside of what the smaller ones foretold; else empty."""
+    error = float(np.mean(largest.errors))
+    allowed_pct = 200 * (error * (1 - error) / num_val) ** 0.5  # two standard errors of its validation
+    low, _, high = foretold.error_pct
+    if low - allowed_pct <= 100 * error <= high + allowed_pct:
+        return ""
+    return (
+        f"No curve goes through these errors: {100 * error:.2f} % were wrong of the last row, where {low:.2f} to "
+        f"{high:.2f} % were foretold. Do not rely on the gain; more epochs or runs give steadier errors."
+    )
+
+
 def measure(
     data: Path,
     architecture: str,

@@ -155,7 +155,7 @@ def advise(
 def _how_much_data(model: str, data: Path, config: Path | None, num_runs: int, *, as_json: bool) -> None:
     from tempfile import TemporaryDirectory
 
-    from enginery.advise.learning_curve import forecast, measure, verdict
+    from enginery.advise.learning_curve import forecast, measure, miss, verdict
 
     with TemporaryDirectory(prefix="enginery-advise-") as folder:
         points, num_val = measure(
@@ -171,9 +171,10 @@ def _how_much_data(model: str, data: Path, config: Path | None, num_runs: int, *
         forecast(points[:-1], num_val, largest.num_images),
         forecast(points, num_val, 2 * largest.num_images),
     )
+    text = " ".join(filter(None, (verdict(twice), miss(foretold, largest, num_val))))
     if as_json:
         record = {"points": points, "num_val": num_val, "largest_foretold": foretold, "twice": twice}
-        click.echo(json.dumps(record | {"verdict": verdict(twice)}, default=asdict, indent=1))
+        click.echo(json.dumps(record | {"verdict": text}, default=asdict, indent=1))
         return
     for point in points:
         errors = ", ".join(f"{100 * error:.2f}" for error in point.errors)
@@ -182,7 +183,7 @@ def _how_much_data(model: str, data: Path, config: Path | None, num_runs: int, *
         f"Without the last row, {foretold.error_pct[0]:.2f} to {foretold.error_pct[2]:.2f} % were foretold for it; "
         f"with {twice.num_images:,} images it would be {twice.error_pct[0]:.2f} to {twice.error_pct[2]:.2f} %."
     )
-    click.echo(verdict(twice))
+    click.echo(text)
 
 
 # Columns: heading, keys, form of the number.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from enginery.advise import learning_curve
-from enginery.advise.learning_curve import Point, forecast, measure, verdict
+from enginery.advise.learning_curve import Point, forecast, measure, miss, verdict
 from enginery.datasets.digits import write_digits
 from tests.unit.refusals import refuses
 
@@ -87,3 +87,13 @@ def test_parts_of_the_digits_are_trained_for_as_many_steps(tmp_path: Path, monke
     assert all(0 < point.errors[0] < 0.95 for point in points)
     assert len(lines) == 2
     assert not list((tmp_path / "work").iterdir())
+
+
+def test_errors_that_follow_no_curve_are_said() -> None:
+    """Of trainings that were too short, which get worse and then better; and of some that follow one."""
+    for errors, is_missed in (((0.42, 0.71, 0.55, 0.17), True), ((0.04, 0.02, 0.012, 0.006), False)):
+        points = [
+            Point(num_images=number, errors=(error,))
+            for number, error in zip((135, 270, 539, 1078), errors, strict=True)
+        ]
+        assert bool(miss(forecast(points[:-1], 719, 1078), points[-1], 719)) == is_missed
