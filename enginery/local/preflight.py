@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 # weights, their gradients and two moments: where as much fits, nothing need be counted.
 _MOST_BYTES_PER_PIXEL = 14_000
 _MOST_FIXED_BYTES = 632_045_800 * 16
+_MOST_BYTES_PER_TOKEN = 10**6
+_MOST_FIXED_BYTES_OF_TEXT = 2 * 10**9
+_FEW_TOKENS = 16  # of a sentence, where nobody has counted them yet: longer ones take more
+_USUAL_VOCABULARY = 8000
 _LEAST_SIZE = 64  # of images: smaller ones are padded, and take up to as much
 _REST_BYTES = 2 * 10**9  # PyTorch, DALI's buffers
 _MIN_BATCH = 8  # with fewer images BatchNorm learns little
@@ -331,13 +335,13 @@ def training_memory(arguments: Mapping[str, Any]) -> "TrainingMemory | None":
             bool(settings.get("freeze_backbone")),
             1 if settings.get("optimizer", "sgd") == "sgd" else 2,
         )
-        return _count(architecture, _image_size(arguments), half, frozen, num_moments)
+        return _count(architecture, _input_size(arguments), half, frozen, num_moments)
     except UserError:  # such as of an image size that the network does not take: the step says it
         return None
 
 
 @functools.cache
-def _count(architecture: str, image_size: int, half: bool, frozen: bool, num_moments: int) -> "TrainingMemory":
+def _count(architecture: str, size: int, half: bool, frozen: bool, num_moments: int) -> "TrainingMemory":
     from components.common.runtimes import counting
     from components.train.fine_tuning import freeze_backbone
 
@@ -345,10 +349,16 @@ def _count(architecture: str, image_size: int, half: bool, frozen: bool, num_mom
         if frozen:
             freeze_backbone(model, architecture)
 
-    return counting.training_memory(architecture, image_size, half=half, num_moments=num_moments, prepare=prepare)
+    num_classes = _USUAL_VOCABULARY if TASKS[task_of(architecture)].of_text else 0
+    return counting.training_memory(
+        architecture, size, num_classes=num_classes, half=half, num_moments=num_moments, prepare=prepare
+    )
 
 
-def _image_size(arguments: Mapping[str, Any]) -> int:
+def _input_size(arguments: Mapping[str, Any]) -> int:
+    """Side of the images in pixels, or tokens of a sentence."""
+    if _is_text(arguments):
+        return _FEW_TOKENS
     return max((arguments["image_size"], *arguments.get("train", {}).get("image_sizes", ())))
 
 
@@ -374,22 +384,22 @@ def check_memory(arguments: Mapping[str, Any]) -> str:
     Raises:
         UserError: more than the machine has at all, so that a run on its CPU would end by being killed.
     """
-    if "global_batch_size" not in arguments or not arguments.get("architecture") or _is_text(arguments):
+    if "global_batch_size" not in arguments or not arguments.get("architecture"):
         return ""
-    devices, image_size = gpus(), _image_size(arguments)
+    devices, size, of_text = gpus(), _input_size(arguments), _is_text(arguments)
     batch_size = _images_at_once(arguments, len(devices))
     memory_bytes = min(gpu.memory_bytes for gpu in devices) if devices else _memory()[1]
     is_small = not arguments["architecture"].startswith("timm/")
-    if (
-        is_small
-        and batch_size * max(image_size, _LEAST_SIZE) ** 2 * _MOST_BYTES_PER_PIXEL + _MOST_FIXED_BYTES + _REST_BYTES
-        <= memory_bytes
-    ):
+    each, fixed = max(size, _LEAST_SIZE) ** 2 * _MOST_BYTES_PER_PIXEL, _MOST_FIXED_BYTES
+    if of_text:
+        each, fixed = size * _MOST_BYTES_PER_TOKEN, _MOST_FIXED_BYTES_OF_TEXT
+    if is_small and batch_size * each + fixed + _REST_BYTES <= memory_bytes:
         return ""
     memory = training_memory(arguments)
     if memory is None:
         return ""
-    start = f"training {arguments['architecture']} at {image_size} px with batch {batch_size} on a"
+    of = f"on sentences of {size} tokens" if of_text else f"at {size} px"
+    start = f"training {arguments['architecture']} {of} with batch {batch_size} on a"
     if devices:
         return _check_gpu_memory(arguments, memory, batch_size, f"{start} GPU")
     needed_bytes = memory.needed_bytes(batch_size) + _REST_BYTES
@@ -401,7 +411,7 @@ def check_memory(arguments: Mapping[str, Any]) -> str:
     if memory.fixed_bytes + _REST_BYTES > total_bytes:
         needs += f", {size_text(memory.fixed_bytes)} of it for weights, gradients and optimizer at any batch"
     smaller = f"--global-batch-size {fitting}, " if fitting else ""
-    fix = f"Try {smaller}a smaller --image-size than {image_size}, or a machine with an NVIDIA GPU"
+    fix = f"Try {smaller}{_smaller_input(arguments)}, or a machine with an NVIDIA GPU"
     if needed_bytes > total_bytes:
         text = f"{needs}, and this machine has {size_text(total_bytes)}. {fix}"
         raise UserError(text, code="too-little-memory", setting="--global-batch-size")
@@ -418,13 +428,20 @@ def _check_gpu_memory(arguments: Mapping[str, Any], memory: "TrainingMemory", ba
     largest = memory.largest_batch(gpu.memory_bytes - _REST_BYTES)
     fitting = next((n for n in range(largest, 0, -1) if batch_size % n == 0), 0)
     text = f"{start} takes about {size_text(needed_bytes)} of memory, and {gpu.name} has {size_text(gpu.memory_bytes)}"
-    smaller = f"or a smaller --image-size than {_image_size(arguments)}"
+    smaller = _smaller_input(arguments)
     if fitting:
-        return f"{text}. At most {largest} images fit: try --set train.per_gpu_batch_size={fitting}, {smaller}"
+        unit = TASKS[task_of(arguments["architecture"])].unit
+        return f"{text}. At most {largest} {unit} fit: try --set train.per_gpu_batch_size={fitting}, or {smaller}"
     if memory.fixed_bytes + _REST_BYTES > gpu.memory_bytes:
         fixed = size_text(memory.fixed_bytes)
         return f"{text}: weights, gradients and optimizer alone take {fixed}. Try a smaller network or a larger GPU"
-    return f"{text}, too little for one image. Try {smaller.removeprefix('or ')}"
+    return f"{text}, too little for one. Try {smaller}"
+
+
+def _smaller_input(arguments: Mapping[str, Any]) -> str:
+    if _is_text(arguments):
+        return "a smaller --architecture"
+    return f"a smaller --image-size than {_input_size(arguments)}"
 
 
 def _memory() -> tuple[int, int]:

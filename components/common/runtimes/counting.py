@@ -176,8 +176,8 @@ def training_memory(
 
     Args:
         architecture: see `build_model`.
-        image_size: side, in pixels.
-        num_classes: outputs of the last layer; 0 for as many as the task usually has.
+        image_size: side, in pixels; of text the tokens of a sentence.
+        num_classes: outputs of the last layer, of text the vocabulary's tokens; 0 for as many as the task usually has.
         half: autocast to 16 bits; weights stay FP32.
         num_moments: numbers that the optimizer keeps for each weight: SGD with momentum 1, AdamW and LAMB 2.
         prepare: called with the model, to freeze parameters.
@@ -186,11 +186,12 @@ def training_memory(
         UserError: no such architecture, or it takes no images of this size.
     """
     model = build_model(architecture, num_classes or _usual_num_classes(architecture)).train()
-    task = load_task(task_of(architecture))
+    name = task_of(architecture)
+    task = load_task(name)
     prepare(model)
     with _translate_errors(architecture, image_size):
         kept, more = (
-            _kept_bytes(model, task, image_size, batch_size, half)
+            _kept_bytes(model, task, image_size, batch_size, half, of_text=TASKS[name].of_text)
             for batch_size in (_MIN_TRACED, 2 * _MIN_TRACED)  # 16-bit copies of weights and anchors don't grow
         )
     per_image = (more - kept) // _MIN_TRACED
@@ -204,7 +205,7 @@ def _usual_num_classes(architecture: str) -> int:
     return TASKS[task_of(architecture)].usual_num_classes
 
 
-def _kept_bytes(model: nn.Module, task: Task, image_size: int, batch_size: int, half: bool) -> int:
+def _kept_bytes(model: nn.Module, task: Task, image_size: int, batch_size: int, half: bool, *, of_text: bool) -> int:
     """Bytes of what autograd keeps of a forward pass and the images, each storage once, without weights."""
     kept: dict[int, int] = {}
 
@@ -216,6 +217,8 @@ def _kept_bytes(model: nn.Module, task: Task, image_size: int, batch_size: int, 
         state = _fake_state(model, mode)
         dtype = torch.bfloat16 if half else torch.float32
         images = torch.empty(batch_size, 3, image_size, image_size, dtype=dtype)
+        if of_text:
+            images = torch.ones(batch_size, 2, image_size, dtype=torch.int64)  # sources and targets
         kept[_storage(images)] = images.untyped_storage().nbytes()
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with hooks, torch.autocast("cpu", torch.bfloat16, enabled=half):

@@ -80,6 +80,10 @@ def test_memory_of_other_tasks_counts_their_loss() -> None:
     assert many.per_image_bytes - few.per_image_bytes >= 20 * 4 * 64**2 * 2
     few, many = (training_memory("detection/fcos_small", 64, num_classes=number) for number in (3, 103))
     assert many.per_image_bytes - few.per_image_bytes >= 100 * 4 * (8**2 + 4**2 + 2**2) * 2  # by the cells of a pyramid
+    name = "translation/transformer_small"
+    few, many = (training_memory(name, 16, num_classes=number) for number in (100, 1100))
+    assert many.per_image_bytes - few.per_image_bytes >= 1000 * 4 * 16  # for each token
+    assert training_memory(name, 32, num_classes=100).per_image_bytes > 2 * few.per_image_bytes  # attention's scores
 
 
 def test_live_memory_is_what_lives_at_once() -> None:

@@ -461,6 +461,21 @@ def test_more_memory_than_there_is_is_refused_with_what_fits(monkeypatch: pytest
     assert check_memory(too_many) == ""
 
 
+def test_memory_of_translators_is_that_of_short_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = {"architecture": "translation/transformer_base", "global_batch_size": 4096}
+    memory(monkeypatch, 16 * GB, 14 * GB)
+    with refuses("too-little-memory", "--global-batch-size") as caught:
+        check_memory(arguments)
+    fitting = re.search(r"sentences of 16 tokens.* Try --global-batch-size (\d+), a smaller --arch", str(caught.value))
+    assert check_memory({**arguments, "global_batch_size": int(fitting[1])}) == ""
+    assert "it may be killed" in check_memory({**arguments, "global_batch_size": int(fitting[1]) + 8})
+    memory(monkeypatch, 16 * GB, 14 * GB, (Gpu(name="T4", memory_bytes=16 * GB, driver="580"),))
+    text = check_memory(arguments)
+    largest, some = map(int, re.search(r"At most (\d+) sentences fit: .*per_gpu_batch_size=(\d+), or", text).groups())
+    assert some <= largest < 4096
+    assert check_memory({**arguments, "train": {"per_gpu_batch_size": some}}) == ""
+
+
 def test_weights_alone_can_be_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the batch, where memory is little for the network; and the most images that fit where some do."""
     huge = {**LARGE, "global_batch_size": 1, "train": {"precision": "bf16"}}

@@ -25,6 +25,10 @@ class Translation:
         """From logits [B, L, V] and labels [B, L], the mean over tokens that are no padding."""
         return _TokenLoss(label_smoothing)
 
+    def blank_labels(self, outputs: torch.Tensor) -> torch.Tensor:
+        """See Task."""
+        return torch.zeros(outputs.shape[:2], dtype=torch.int64, device=outputs.device)
+
     def new_totals(self, num_classes: int, device: torch.device) -> torch.Tensor:
         """Mean losses of batches, weighed by their sentences; tokens that are right, as a share of a sentence's."""
         return torch.zeros(2, dtype=torch.float64, device=device)
