@@ -37,6 +37,8 @@ _QUEUE = math.log(100) / 2  # see _answer_s
 _SHARED = 0.5  # of a GPU: a load of at most that leaves room for others
 _OTHER_GB = 1.0  # of CUDA's context, libraries and workspace; assumed
 _MAX_PRICES_BYTES = 1 << 16
+NUM_MOMENTS = {"sgd": 1, "adamw": 2, "lamb": 2}
+"""Numbers that an optimizer keeps for each weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,8 @@ class Question:
     """Images per second to serve."""
     batch: int = 256
     """Images of a training step on each GPU."""
+    optimizer: str = "sgd"
+    """Of the training: a key of NUM_MOMENTS."""
     images: int | None = None
     """Images of an epoch."""
     epochs: int = 90
@@ -243,6 +247,7 @@ def serving(question: Question) -> list[dict[str, Any]]:
         if question.qps:
             row["num_gpus"] = [math.ceil(question.qps / _FULL / row[name]) for name in ("high", "low")]
             row["images_per_s_per_w"] = question.qps / row["num_gpus"][1] / power_w
+        row["kwh_per_million_at_most"] = 1e6 / row["images_per_s_per_w"] / 3.6e6
         if device.device in question.prices:
             price = question.prices[device.device]
             row["cost_per_hour"] = price * row["num_gpus"][1] if question.qps else price
@@ -350,7 +355,7 @@ def _sharing(
 
 
 def training(question: Question) -> list[dict[str, Any]]:
-    """One row for each device: training with SGD on one, in 16 bits on GPUs, and how many meet the deadline.
+    """One row for each device: training on one, in 16 bits on GPUs, and how many meet the deadline.
 
     Raises:
         UserError: of an ONNX file no training is known.
@@ -361,7 +366,13 @@ def training(question: Question) -> list[dict[str, Any]]:
         raise UserError(message, code="not-trainable", setting="MODEL")
     kinds, measures = load_coefficients()
     memories = {
-        kind: training_memory(model.architecture, model.image_size, num_classes=model.num_classes, half=kind == "gpu")
+        kind: training_memory(
+            model.architecture,
+            model.image_size,
+            num_classes=model.num_classes,
+            half=kind == "gpu",
+            num_moments=NUM_MOMENTS[question.optimizer],
+        )
         for kind in kinds
     }
     rows = []
@@ -395,13 +406,15 @@ def _of_a_training(row: Mapping[str, Any], device: Device, question: Question, s
     images = (question.images or 0) * question.epochs
     least, expected, most = (images / row[name] / 3600 for name in ("high", "images_per_s", "low"))
     result: dict[str, Any] = {"hours_on_one": expected, "hours_on_one_range": [least, most]}
-    result["kwh_at_most"] = most * device.power_w / 1000
+    gpu_hours = [least, expected, most]
     if question.deadline_s:
         deadline_h = question.deadline_s / 3600
         result["num_gpus"] = [_num_gpus(hours, deadline_h, scaling) for hours in (least, most)]
+        gpu_hours = [hours if hours <= deadline_h else hours / scaling for hours in gpu_hours]  # several lose some
+    result["kwh_at_most"] = gpu_hours[2] * device.power_w / 1000
     if device.device in question.prices:
-        price = question.prices[device.device]
-        result |= {"cost": expected * price, "cost_range": [least * price, most * price]}
+        costs = [hours * question.prices[device.device] for hours in gpu_hours]
+        result |= {"cost": costs[1], "cost_range": costs[::2]}
     return result
 
 

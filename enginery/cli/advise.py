@@ -31,7 +31,7 @@ def _decode_rate(ctx: click.Context, parameter: click.Parameter, text: str | Non
     return rate
 
 
-_OF_WORKLOAD = {"serve": ("qps", "p99_s"), "train": ("images", "epochs", "deadline_s", "batch")}
+_OF_WORKLOAD = {"serve": ("qps", "p99_s"), "train": ("images", "epochs", "deadline_s", "batch", "optimizer")}
 _OF_DATA = ("config", "num_runs")
 
 
@@ -82,6 +82,9 @@ def _refuse_unused(workload: str, data: Path | None, images: int | None) -> None
     "--deadline", "deadline_s", callback=duration("h"), metavar="TIME", help="Of the training, such as 8h or 2d."
 )
 @click.option("--batch", default=256, type=click.IntRange(1, 10**6), show_default=True, help="Of a training, per GPU.")
+@click.option(
+    "--optimizer", default="sgd", type=click.Choice(["sgd", "adamw", "lamb"]), show_default=True, help="Of a training."
+)
 @click.option(
     "--decode-rate",
     callback=_decode_rate,
@@ -198,6 +201,7 @@ _SERVING = (
     ("GB", ("memory_gb",), ".3g"),
     ("per million", ("cost_per_million",), ".2g"),
     ("per hour", ("cost_per_hour",), ".2f"),
+    ("kWh per million", ("kwh_per_million_at_most",), ".2g"),
     ("img/s/W", ("images_per_s_per_w",), ".3g"),
     ("limit", ("limit",), ""),
     ("share", ("sharing",), ""),
@@ -211,14 +215,17 @@ _TRAINING = (
     ("hours on one", ("hours_on_one_range",), ",.3g"),
     ("devices", ("num_gpus",), ","),
     ("kWh at most", ("kwh_at_most",), ",.3g"),
-    ("cost on one", ("cost_range",), ",.3g"),
+    ("cost", ("cost_range",), ",.3g"),
     ("img/s/W", ("images_per_s_per_w",), ".3g"),
     ("limit", ("limit",), ""),
 )
 
 
 # Columns that a narrow terminal is spared, the first one first.
-_SPARED = ("img/s/W", "GB", "kWh at most", "largest", "per million", "streams", "share", "p99 ms", "range", "per hour")
+_SPARED = (
+    "img/s/W", "kWh per million", "GB", "kWh at most", "largest", "per million", "streams",
+    "share", "p99 ms", "range", "per hour",
+)  # fmt: skip
 _LIMIT_WIDTH = 26  # wraps
 _WIDEST = 1000
 
