@@ -91,6 +91,8 @@ class FileSink:
             file = self._file(kind)
             if not file.closed:
                 file.write(line)
+                if kind == "events":  # of a stream that is silent: nothing else may come for long
+                    file.flush()
 
     def flush(self) -> None:
         """See Sink."""

@@ -1,17 +1,18 @@
 """Labelling by several processes, each of which has a share of the streams: a GPU is faster than one Python."""
 
 import os
+import pickle
 import signal
 import threading
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from components.common.runtimes.selection import choose_runtime
 _MOST = 4
 _CORES_EACH = 4
 _PROGRESS_S = 0.5
+_DESCRIPTORS = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # of this process, which others don't have
 Share = Sequence[tuple[int, VideoSource]]
 
 
@@ -38,7 +40,8 @@ def num_processes(config: AnalyzeConfig, bundle: Artifact[BundleManifest], sourc
     if not wanted:
         on_gpu = choose_runtime(bundle, config.runtime)[0].runs_plans
         wanted = min(_MOST, num_cores() // _CORES_EACH) if on_gpu else 1
-    return 1 if any(source.address == STDIN for source in sources) else max(1, min(wanted, len(sources)))
+    is_own = any(source.address.startswith((STDIN, *_DESCRIPTORS)) for source in sources)
+    return 1 if is_own else max(1, min(wanted, len(sources)))
 
 
 def label_by_processes(
@@ -58,15 +61,8 @@ def label_by_processes(
     """
     context, shares = get_context("spawn"), _shares(sources, processes)
     cores = sorted(os.sched_getaffinity(0))
-    workers, ends = [], []
-    for number, share in enumerate(shares):
-        end, other = context.Pipe()
-        own_cores = cores[number::processes] or cores
-        workers.append(context.Process(target=_work, args=(other, own_cores, config, bundle, output, share)))
-        workers[-1].start()
-        other.close()
-        ends.append(end)
-    left, done, progress = list(ends), dict[Connection, Labelled](), dict[Connection, tuple[int, int]]()
+    workers: dict[Connection, SpawnProcess] = {}
+    left, done, progress = list[Connection](), dict[Connection, Labelled](), dict[Connection, tuple[int, int]]()
 
     def stop() -> None:
         for end in left:
@@ -75,10 +71,23 @@ def label_by_processes(
 
     try:
         with signals_call(stop):
+            resource_tracker.ensure_running()  # which would let signals through again
+            # Processes inherit what is blocked: signals of a group are for this one, which tells them when to end.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+            try:
+                for number, share in enumerate(shares):
+                    end, other = context.Pipe()
+                    own_cores = cores[number::processes] or cores
+                    workers[end] = context.Process(target=_work, args=(other, own_cores, config, bundle, output, share))
+                    workers[end].start()
+                    other.close()
+                    left.append(end)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             while left:
                 waiting = wait(left)
                 for end in [end for end in left if end in waiting]:
-                    kind, value = _heard(end, processes)
+                    kind, value = _heard(end, workers[end], processes)
                     if kind == "done":
                         done[end] = value
                         left.remove(end)
@@ -90,11 +99,12 @@ def label_by_processes(
                         sink.write(kind, value)
                         sink.flush()
     finally:
-        for worker in workers:
-            if left:
+        for end, worker in workers.items():
+            if end not in done and worker.pid is not None:
                 worker.kill()
-            worker.join()
-    every = [done[end] for end in ends]
+            if worker.pid is not None:
+                worker.join()
+    every = [done[end] for end in workers]
     rows = {
         number: (record, result)
         for share, each in zip(shares, every, strict=True)
@@ -105,14 +115,18 @@ def label_by_processes(
     return replace(every[0], records=records, results=results, began_s=began_s)
 
 
-def _heard(end: Connection, processes: int) -> tuple[Any, Any]:
+def _heard(end: Connection, worker: SpawnProcess, processes: int) -> tuple[Any, Any]:
     """What a process says: of which kind, and that."""
     try:
         kind, value = end.recv()
-    except EOFError:
+    except (EOFError, ConnectionResetError):
+        worker.join()
+        why = f"ended with exit code {worker.exitcode}; what it said stands above"
+        if (worker.exitcode or 0) < 0:
+            why = "was killed, most often because memory ran out"
         raise EngineryError(
-            "a process that labels frames was killed, most often because memory ran out; label with fewer than "
-            f"{processes}, by {how_to_set('analyze', 'num_processes', str(processes // 2))}",
+            f"a process that labels frames {why}. Label with fewer than {processes}, by "
+            f"{how_to_set('analyze', 'num_processes', str(processes // 2))}",
             code="worker-killed",
             setting="analyze.num_processes",
         ) from None
@@ -149,15 +163,17 @@ def _work(
 ) -> None:
     """A process: label a share, and say what comes of it."""
     end_with_creator()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # of a group: the process that created this one says when to end
-        signal.signal(number, signal.SIG_IGN)
     os.sched_setaffinity(0, cores)
+    sink = _PipeSink(end)
     try:
-        found = label(config, bundle, output, share, _PipeSink(end), _PipeLog(end), partial(_call_when_told, end))
-        end.send(("done", found))
+        sink.send("done", label(config, bundle, output, share, sink, _PipeLog(sink), partial(_call_when_told, end)))
     except Exception as error:
         error.add_note(traceback.format_exc())
-        end.send(("failed", error))
+        try:
+            pickle.loads(pickle.dumps(error))  # noqa: S301  # what this process has just written
+        except Exception:
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        sink.send("failed", error)
 
 
 @contextmanager
@@ -172,33 +188,41 @@ def _call_when_told(end: Connection, stop: Callable[[], None]) -> Iterator[None]
 
 
 class _PipeSink:
-    """Lines go to the process that writes them. See Sink."""
+    """Lines go to the process that writes them: events at once, frames with the next flush. See Sink."""
 
     def __init__(self, end: Connection) -> None:
-        self._end, self._lines, self._lock = end, defaultdict[Kind, list[str]](list), threading.Lock()
+        self._end, self._lines, self._lock = end, list[str](), threading.RLock()
+
+    def send(self, kind: str, value: Any) -> None:
+        """From any thread."""
+        with self._lock:
+            self._end.send((kind, value))
 
     def write(self, kind: Kind, line: str) -> None:
         """See Sink."""
         with self._lock:
-            self._lines[kind].append(line)
+            if kind == "frames":
+                self._lines.append(line)
+            else:
+                self.send(kind, line)
 
     def flush(self) -> None:
-        """See Sink; for the process's main thread, which alone sends."""
+        """See Sink."""
         with self._lock:
-            lines, self._lines = self._lines, defaultdict(list)
-        for kind, some in lines.items():
-            self._end.send((kind, "".join(some)))
+            if self._lines:
+                self.send("frames", "".join(self._lines))
+            self._lines.clear()
 
 
 class _PipeLog(QuietLog):
     """Progress goes to the process that shows it."""
 
-    def __init__(self, end: Connection) -> None:
+    def __init__(self, sink: _PipeSink) -> None:
         super().__init__("analyze")
-        self._end, self._said_s = end, 0.0
+        self._sink, self._said_s = sink, 0.0
 
     def progress(self, phase: str, done: int, total: int, detail: str = "", *, unit: str = "") -> None:
         """See StepLog."""
         if time.monotonic() - self._said_s > _PROGRESS_S:
             self._said_s = time.monotonic()
-            self._end.send(("progress", (done, total)))
+            self._sink.send("progress", (done, total))

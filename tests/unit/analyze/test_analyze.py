@@ -24,6 +24,7 @@ from typing import Any
 
 import av
 import numpy as np
+import psutil
 import pytest
 from av.stream import Disposition
 from av.video.reformatter import ColorRange
@@ -33,6 +34,7 @@ from PIL import Image
 
 from components.analyze import component
 from components.analyze.config import AnalyzeConfig
+from components.analyze.processes import _PipeSink
 from components.analyze.results import HeldClasses, Latencies, StreamResult, Thumbnails, Timeline
 from components.analyze.streams import Streams
 from components.analyze.videos import OpenVideo, find_videos, has_nvdec, planes_of, rgb_images
@@ -373,6 +375,37 @@ def test_a_consumer_that_is_too_slow_drops_frames_and_stays_near_now(
     assert stream.num_labelled + stream.num_dropped <= stream.num_decoded
     assert stream.latency_p99_ms is not None
     assert stream.latency_p99_ms < 1500  # two that wait, one that is under way, on a busy machine
+
+
+def test_signals_to_the_group_reach_no_process_that_starts(bundle: Artifact[BundleManifest], tmp_path: Path) -> None:
+    write_video(tmp_path / "a.mp4", digit_frames())
+    write_video(tmp_path / "b.mp4", digit_frames())
+    command = [sys.executable, "-m", "components.analyze", "--bundle", str(bundle.path), "--num-processes", "2"]
+    command += ["--output", str(tmp_path / "analysis"), "--sources", json.dumps([str(tmp_path)])]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    children: list[psutil.Process] = []
+    while process.poll() is None and len(children) < 2:
+        running = psutil.Process(process.pid).children()
+        children = [child for child in running if "spawn_main" in "".join(child.cmdline())]
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0 or "[no-frames]" in said  # some may have been labelled
+    assert "Traceback" not in said
+    assert not any(child.is_running() for child in children)
+
+
+def test_events_of_a_process_are_told_at_once() -> None:
+    here, there = multiprocessing.Pipe()
+    sink = _PipeSink(there)
+    sink.write("frames", "1\n")
+    sink.write("events", "2\n")
+    assert (here.recv(), here.poll()) == (("events", "2\n"), False)
+    sink.flush()
+    assert here.recv() == ("frames", "1\n")
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
