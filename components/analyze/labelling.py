@@ -45,7 +45,7 @@ _Answered = tuple[np.ndarray, list[Future[Answer]]]  # outputs of a batch, [B, .
 
 @dataclass(frozen=True, kw_only=True)
 class Labelled:
-    """What became of some streams, and what labelled their frames."""
+    """The outcome of some streams, and the runtime and device that labelled their frames."""
 
     records: Sequence[StreamRecord]
     results: Sequence[StreamResult]

@@ -53,7 +53,7 @@ def label_by_processes(
     log: StepLog,
     processes: int,
 ) -> Labelled:
-    """See `label`. What processes say comes here, and is written here.
+    """See `label`. Lines and progress of the processes come here, and are written here.
 
     Raises:
         EngineryError: one was killed.
@@ -61,11 +61,10 @@ def label_by_processes(
     """
     context, shares = get_context("spawn"), _shares(sources, processes)
     cores = sorted(os.sched_getaffinity(0))
-    workers: dict[Connection, SpawnProcess] = {}
-    left, done, progress = list[Connection](), dict[Connection, Labelled](), dict[Connection, tuple[int, int]]()
+    workers, done, progress = dict[Connection, SpawnProcess](), dict[Connection, Labelled](), dict[Connection, Any]()
 
     def stop() -> None:
-        for end in left:
+        for end in workers:
             with suppress(OSError):  # it has just ended
                 end.send(None)
 
@@ -78,19 +77,18 @@ def label_by_processes(
                 for number, share in enumerate(shares):
                     end, other = context.Pipe()
                     own_cores = cores[number::processes] or cores
-                    workers[end] = context.Process(target=_work, args=(other, own_cores, config, bundle, output, share))
-                    workers[end].start()
+                    worker = context.Process(target=_work, args=(other, own_cores, config, bundle, output, share))
+                    worker.start()
+                    workers[end] = worker
                     other.close()
-                    left.append(end)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            while left:
+            while left := [end for end in workers if end not in done]:
                 waiting = wait(left)
                 for end in [end for end in left if end in waiting]:
                     kind, value = _heard(end, workers[end], processes)
                     if kind == "done":
                         done[end] = value
-                        left.remove(end)
                     elif kind == "progress":
                         progress[end] = value
                         labelled, decoded = map(sum, zip(*progress.values(), strict=True))
@@ -100,10 +98,9 @@ def label_by_processes(
                         sink.flush()
     finally:
         for end, worker in workers.items():
-            if end not in done and worker.pid is not None:
+            if end not in done:
                 worker.kill()
-            if worker.pid is not None:
-                worker.join()
+            worker.join()
     every = [done[end] for end in workers]
     rows = {
         number: (record, result)
@@ -116,7 +113,7 @@ def label_by_processes(
 
 
 def _heard(end: Connection, worker: SpawnProcess, processes: int) -> tuple[Any, Any]:
-    """What a process says: of which kind, and that."""
+    """Receive a message of a process: its kind and its value."""
     try:
         kind, value = end.recv()
     except (EOFError, ConnectionResetError):

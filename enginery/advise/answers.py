@@ -247,7 +247,8 @@ def serving(question: Question) -> list[dict[str, Any]]:
         if question.qps:
             row["num_gpus"] = [math.ceil(question.qps / _FULL / row[name]) for name in ("high", "low")]
             row["images_per_s_per_w"] = question.qps / row["num_gpus"][1] / power_w
-        row["kwh_per_million_at_most"] = 1e6 / row["images_per_s_per_w"] / 3.6e6
+        least = question.qps / row["num_gpus"][1] if question.qps else row["low"]
+        row["kwh_per_million_at_most"] = power_w / least / 3.6
         if device.device in question.prices:
             price = question.prices[device.device]
             row["cost_per_hour"] = price * row["num_gpus"][1] if question.qps else price

@@ -80,7 +80,7 @@ def roofline_chart(model: Model, device: Device, precision: str, batch: int) -> 
 def page(rows: Sequence[dict[str, Any]], workload: str, question: Question, prices: str) -> str:
     """One HTML file, complete in itself."""
     model, best = counted(question), next((row for row in rows if row["max_q"]), None)
-    cost, label = ("cost", "cost of the training on one device")
+    cost, label = ("cost", "cost of the training")
     if workload == "serve":
         cost, label = ("cost_per_million", "cost of a million images")
     charts = {"cost": cost_chart(rows, cost, label), "roofline": ""}

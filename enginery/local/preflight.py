@@ -49,7 +49,6 @@ _MOST_FIXED_BYTES = 632_045_800 * 16
 _MOST_BYTES_PER_TOKEN = 10**6
 _MOST_FIXED_BYTES_OF_TEXT = 2 * 10**9
 _FEW_TOKENS = 16  # of a sentence, where nobody has counted them yet: longer ones take more
-_USUAL_VOCABULARY = 8000
 _LEAST_SIZE = 64  # of images: smaller ones are padded, and take up to as much
 _REST_BYTES = 2 * 10**9  # PyTorch, DALI's buffers
 _MIN_BATCH = 8  # with fewer images BatchNorm learns little
@@ -349,10 +348,7 @@ def _count(architecture: str, size: int, half: bool, frozen: bool, num_moments: 
         if frozen:
             freeze_backbone(model, architecture)
 
-    num_classes = _USUAL_VOCABULARY if TASKS[task_of(architecture)].of_text else 0
-    return counting.training_memory(
-        architecture, size, num_classes=num_classes, half=half, num_moments=num_moments, prepare=prepare
-    )
+    return counting.training_memory(architecture, size, half=half, num_moments=num_moments, prepare=prepare)
 
 
 def _input_size(arguments: Mapping[str, Any]) -> int:

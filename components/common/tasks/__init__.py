@@ -31,7 +31,8 @@ class TaskSpec:
         predictions: The class of what is kept of outputs, "module:Class".
         training_score: Of what training validates by, where that is not the score.
         of_text: Whether samples are pairs of sentences, and not images with labels.
-        usual_num_classes: Of the data that networks are compared on, where the user's is not known yet; 0 of text.
+        usual_num_classes: Of the data that networks are compared on, where the user's is not known yet; of text the
+            tokens that `preprocess.vocabulary_size` allows.
         purpose: What a model is for, with {number} and {names} of its classes, or {source} and {target} of text.
         agreement: What two models agree on, and a share of which things: "the same ... on 99 % of the ...".
         pipeline: The file that trains for it.
@@ -113,7 +114,7 @@ TASKS: dict[TaskName, TaskSpec] = {
             "Moses' pairs (NAME.en and NAME.de); a path or a URI such as s3://BUCKET/FOLDER.",
             module="translation.task",
             predictions="components.common.tasks.translation.predictions:TextPredictions",
-            usual_num_classes=0,
+            usual_num_classes=8000,
             purpose="Translating sentences from {source} to {target}. Sentences of another language get some "
             "translation all the same.",
             agreement=("translation", "sentences"),

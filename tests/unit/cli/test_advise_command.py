@@ -56,6 +56,7 @@ def test_a_load_decides_batch_and_max_q() -> None:
         for name, row in rows.items():
             power_w = row["num_gpus"][1] * devices()[name].power_w
             assert row["images_per_s_per_w"] == pytest.approx(qps / power_w)
+            assert row["kwh_per_million_at_most"] == pytest.approx(1e6 / qps * power_w / 3.6e6)
         in_time = [row for row in rows.values() if row["p99_ms_range"][1] <= 7]
         best = max(in_time, key=lambda row: float(row["images_per_s_per_w"]))
         assert [row["gpu"] for row in rows.values() if row["max_q"]] == [best["gpu"]]
