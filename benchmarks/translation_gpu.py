@@ -88,7 +88,7 @@ def compiled(network: Transformer, max_tokens: int) -> Greedy:
     ) -> torch.Tensor:
         x = network.embedding(tokens[:, None]) * network.scale + network.positions.index_select(0, place)
         later = torch.arange(max_tokens + 1, device="cuda") > place + 1
-        own_mask = later.to(x.dtype) * -1e4
+        own_mask = later.to(x.dtype)[None, None, None] * -1e4  # [1, 1, 1, T], as Inductor wants it
         for index, layer in enumerate(network.decoder):
             own = slice(2 * index, 2 * index + 2)
             normed = layer.norms[0](x)
