@@ -32,7 +32,7 @@ from components.export.placement import activation_tensors
 from components.export.precision import raise_opset, round_weights, to_fp16
 from components.export.qdq import insert_qdq
 from components.validate.run import gpus_alike
-from tests.unit.common.tasks.test_candidates import check_candidates
+from tests.unit.onnx_outputs import check_candidates
 
 SHAPES = ShapeSpec(height=32, width=32, min_batch=1, opt_batch=4, max_batch=8)
 PRECISIONS = ("fp32", "fp16", "int8")

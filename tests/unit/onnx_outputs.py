@@ -1,4 +1,4 @@
-"""Outputs of a model in ONNX Runtime and in the PyTorch runner, for the tests that compare the two."""
+"""Outputs of a model in ONNX Runtime and in the PyTorch runner, and comparisons of outputs, for several tests."""
 
 from copy import deepcopy
 
@@ -9,6 +9,7 @@ import torch
 from onnx import TensorProto, helper
 
 from components.common.runtimes.torch import TorchGraph
+from components.common.tasks.detection.boxes import MAX_CANDIDATES
 
 
 def run_ort(model, images, every_tensor=False):
@@ -38,3 +39,15 @@ def relative(actual, expected):
     assert actual.shape == expected.shape
     expected = expected.astype(np.float64)
     return float(np.abs(actual - expected).max(initial=0) / max(np.abs(expected).max(initial=0), 1e-30))
+
+
+def check_candidates(found: np.ndarray, every: np.ndarray, tolerance: float) -> None:
+    """Compare what a file returns with all anchors, which differ in their corners: [B, ..., 8 + classes] each."""
+    assert found.shape == (len(every), MAX_CANDIDATES, every.shape[2])
+    for own, others in zip(found, every, strict=True):
+        places = {tuple(corners): place for place, corners in enumerate(others[:, :4].tolist())}
+        rows = [places[tuple(corners)] for corners in own[:, :4].tolist()]
+        assert rows == sorted(set(rows))
+        np.testing.assert_allclose(own, others[rows], rtol=0, atol=tolerance)
+        largest = others[:, 8:].max(axis=1)
+        assert largest[rows].min() >= np.sort(largest)[-MAX_CANDIDATES] - 2 * tolerance

@@ -19,22 +19,11 @@ from components.common.tasks.detection.networks import FcosSmall
 from components.export.onnx_export import export_onnx
 from components.export.precision import raise_opset, to_fp16
 
+from ...onnx_outputs import check_candidates
 from .test_boxes import output
 
 SHAPES = ShapeSpec(height=288, width=288)
 NUM_ANCHORS = 36 * 36 + 18 * 18 + 9 * 9
-
-
-def check_candidates(found: np.ndarray, every: np.ndarray, tolerance: float) -> None:
-    """Compare what a file returns with all anchors, which differ in their corners: [B, ..., 8 + classes] each."""
-    assert found.shape == (len(every), MAX_CANDIDATES, every.shape[2])
-    for own, others in zip(found, every, strict=True):
-        places = {tuple(corners): place for place, corners in enumerate(others[:, :4].tolist())}
-        rows = [places[tuple(corners)] for corners in own[:, :4].tolist()]
-        assert rows == sorted(set(rows))
-        np.testing.assert_allclose(own, others[rows], rtol=0, atol=tolerance)
-        largest = others[:, 8:].max(axis=1)
-        assert largest[rows].min() >= np.sort(largest)[-MAX_CANDIDATES] - 2 * tolerance
 
 
 @pytest.mark.parametrize("runner", [OnnxRuntimeRunner, OpenVINORunner])

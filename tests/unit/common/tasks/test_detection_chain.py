@@ -32,7 +32,7 @@ from components.gate.config import GateConfig
 from components.gate.run import run as gate
 from components.promote.pyfunc import BundleModel
 from enginery.datasets.shapes import CLASSES
-from tests.unit.common.tasks.test_candidates import check_candidates
+from tests.unit.onnx_outputs import check_candidates
 from tests.unit.registered import enginery
 from tests.unit.shapes import THRESHOLDS, Chain
 
