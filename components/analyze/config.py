@@ -30,7 +30,11 @@ class AnalyzeConfig(StepConfig):
         "(auto). Files wait instead.",
     )
     queue_frames: int = Field(
-        8, ge=1, le=1024, description="Decoded frames of a stream that may wait; of a live one the oldest is dropped."
+        8,
+        ge=1,
+        le=1024,
+        description="Decoded frames of a stream that may wait; of a live one the oldest is dropped, of files "
+        "up to four times as many wait where all take less than 512 MiB.",
     )
     batch_size: int = Field(0, ge=0, description="Most frames in a batch, over all streams; 0 for 32, on GPUs 64.")
     max_wait_ms: float = Field(

@@ -140,9 +140,11 @@ def label(
     with ExitStack() as stack:
         stack.callback(runner.close)
         writer = stack.enter_context(_Writer(config, FrameAnswers(bundle.manifest, config), output, sources, sink))
-        if on_gpu:  # it becomes a CUDA graph now, since decoders that use the GPU meanwhile would break that
-            for _ in range(2):
-                runner.infer(np.zeros(shapes.input_shape(batch_size), np.float32))
+        if on_gpu:
+            from components.common.runtimes.tensorrt import TensorRTRunner
+
+            assert isinstance(runner, TensorRTRunner)
+            runner.capture_only(batch_size)
         sink.flush()  # who follows the files finds them
         began_s = time.monotonic()
         # In the order of exits: the readers stop, what they have read is labelled, the files are closed.
@@ -288,7 +290,7 @@ class _Writer:
             def draw(small: Image.Image) -> Image.Image:
                 return answers.drawn(small, answers.answer(output, small.size))
 
-            result.thumbnails.offer(frame.array(), frame.time_s, shown, caption, draw)
+            result.thumbnails.offer(frame.array, frame.time_s, shown, caption, draw)
         result.count(shown, frame.time_s)
         if self.config.annotate:
             picture = answers.drawn(Image.fromarray(frame.array()), answer)

@@ -118,7 +118,7 @@ class Thumbnails:
 
     def offer(
         self,
-        pixels: np.ndarray,
+        pixels: Callable[[], np.ndarray],
         time_s: float,
         shown: Collection[str],
         caption: str,
@@ -127,7 +127,7 @@ class Thumbnails:
         """Keep a frame, unless it is too near to the last one.
 
         Args:
-            pixels: [H, W, 3] uint8 RGB.
+            pixels: gives [H, W, 3] uint8 RGB.
             time_s: of the frame.
             shown: its classes.
             caption: the same for people.
@@ -136,7 +136,7 @@ class Thumbnails:
         last = self.kept[-1] if self.kept else None
         if last is not None and time_s - last.time_s < (_NEAR_S if last.shown == shown else self._least_gap_s):
             return
-        image = Image.fromarray(pixels)
+        image = Image.fromarray(pixels())
         image.thumbnail((_THUMBNAIL_PIXELS, _THUMBNAIL_PIXELS))
         buffer = io.BytesIO()
         draw(image).save(buffer, "JPEG", quality=80)

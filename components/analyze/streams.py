@@ -17,6 +17,8 @@ from components.common.contracts.errors import EngineryError
 _RETRY_S = 1.0  # between two tries to reach a lost source
 _POLL_S = 0.2
 _JOIN_S = 2.0  # that readers get to end, all together
+_MORE = 4  # times as many frames of files may wait, since decoders give several at a time, within these bytes of RGB
+_MORE_BYTES = 512 << 20
 
 
 @dataclass(kw_only=True)
@@ -89,6 +91,7 @@ class Streams:
         self._threads = [threading.Thread(target=self._run, args=(read,), daemon=True) for read in readers]
         self._failure: Exception | None = None  # of a thread
         self._num_reading, self._num_full = len(self._threads), 0  # threads, and those that wait for room in a queue
+        self._num_waiting, self._wanted = 0, 1  # frames, and those that a batch takes
 
     def __enter__(self) -> "Streams":
         for thread in self._threads:
@@ -118,8 +121,9 @@ class Streams:
         """
         deadline = None
         with self._changed:
+            self._wanted = max_frames
             while True:
-                num_frames, now = sum(len(state.queue) for state in self._waiting), time.monotonic()
+                num_frames, now = self._num_waiting, time.monotonic()
                 if num_frames and deadline is None:
                     deadline = now + self.config.max_wait_ms / 1e3
                 if now >= self._ends_s:
@@ -138,6 +142,7 @@ class Streams:
                 taken.append((state, state.queue.popleft()))
                 if state.queue:
                     self._waiting.append(state)
+            self._num_waiting -= len(taken)
             self._taken.notify_all()
         return taken
 
@@ -167,23 +172,30 @@ class Streams:
         state.num_decoded += 1
         if frame.number % self.config.every:
             return
+        room = self.config.queue_frames
+        if not state.drops:
+            fits = _MORE_BYTES // (math.prod(frame.pixels.shape) * len(self._threads))
+            room = max(room, min(_MORE * room, fits))
         with self._changed:
-            if not state.drops and len(state.queue) >= self.config.queue_frames:
+            if not state.drops and len(state.queue) >= room:
                 self._num_full += 1
                 self._changed.notify_all()
-                self._taken.wait_for(lambda: self._stop.is_set() or len(state.queue) < self.config.queue_frames)
+                self._taken.wait_for(lambda: self._stop.is_set() or len(state.queue) < room)
                 self._num_full -= 1
             if self._stop.is_set():
                 return
             if not state.queue:
                 self._waiting.append(state)
-            elif len(state.queue) >= self.config.queue_frames:
+            elif len(state.queue) >= room:
                 state.queue.popleft()
                 state.num_dropped += 1
                 state.num_open -= 1
+                self._num_waiting -= 1
             state.queue.append(frame)
             state.num_open += 1
-            self._changed.notify_all()
+            self._num_waiting += 1
+            if self._num_waiting == 1 or self._num_waiting >= self._wanted:
+                self._changed.notify_all()
 
     def _end(self, state: StreamState, problem: str = "") -> None:
         state.problem = problem

@@ -56,7 +56,14 @@ def decoder_options(
 
 
 def _normalize(
-    images: Any, spec: TransformSpec, *, flip: Any, crop: int | None, fp16: bool = False, **position: Any
+    images: Any,
+    spec: TransformSpec,
+    *,
+    flip: Any,
+    crop: int | None,
+    fp16: bool = False,
+    layout: str = "HWC",
+    **position: Any,
 ) -> Any:
     std = [255.0 * value for value in spec.std]
     mean = [255.0 * value for value in spec.mean]
@@ -64,7 +71,7 @@ def _normalize(
     # HWC: permuted to NCHW on arrival, this is torch's channels_last without a copy.
     dtype = types.FLOAT16 if fp16 else types.FLOAT
     return fn.crop_mirror_normalize(
-        images, dtype=dtype, output_layout="HWC", mean=mean, std=std, mirror=flip, **crops, **position
+        images, dtype=dtype, output_layout=layout, mean=mean, std=std, mirror=flip, **crops, **position
     )
 
 
@@ -131,11 +138,11 @@ def _memory_pipeline(spec: TransformSpec) -> Any:
 
 @pipeline_def(enable_conditionals=False)
 def _frame_pipeline(spec: TransformSpec, on_gpu: bool) -> Any:
-    """The same of decoded images, [H, W, 3] uint8 RGB, that are fed to the input "frames"."""
+    """The same of decoded images, [F, H, W, 3] uint8 RGB of one size each, that are fed to the input "frames"."""
     # On a CPU all is done once the pipeline has run, so that the frames need not be copied.
     how: dict[str, Any] = {"device": "gpu"} if on_gpu else {"device": "cpu", "no_copy": True}
-    frames = fn.external_source(name="frames", dtype=types.UINT8, ndim=3, layout="HWC", **how)
-    return _transformed(frames, fn.external_source(name="shapes", dtype=types.INT64, ndim=1), spec)
+    frames = fn.external_source(name="frames", dtype=types.UINT8, ndim=4, layout="FHWC", **how)
+    return _transformed(frames, fn.external_source(name="shapes", dtype=types.INT64, ndim=1), spec, layout="FHWC")
 
 
 def _evaluated(
@@ -149,15 +156,19 @@ def _evaluated(
 
 
 def _transformed(
-    images: Any, shape: Any, spec: TransformSpec, corrupt: Callable[[Any], Sequence[Any]] | None = None
+    images: Any,
+    shape: Any,
+    spec: TransformSpec,
+    corrupt: Callable[[Any], Sequence[Any]] | None = None,
+    layout: str = "HWC",
 ) -> Any:
-    """Resize, crop and normalize decoded images, of `shape` [H, W, C] on the host. Returns HWC float32."""
+    """Resize, crop and normalize decoded images, of `shape` [H, W, C] on the host. Returns `layout` float32."""
     size, margins = _resized(shape, spec)
     images = fn.resize(images, size=size, interp_type=_INTERPOLATION[spec.interpolation], antialias=True)
     # As DALI wants them: a share of the margin.
     y, x = (fn.cast(_central_start(margin), dtype=types.FLOAT) / math_ops.max(margin, 1) for margin in margins)
     if corrupt is None:
-        return _normalize(images, spec, flip=0, crop=spec.crop_size, crop_pos_y=y, crop_pos_x=x)
+        return _normalize(images, spec, flip=0, crop=spec.crop_size, layout=layout, crop_pos_y=y, crop_pos_x=x)
     images = fn.crop(images, crop=[spec.crop_size] * 2, crop_pos_y=y, crop_pos_x=x)
     return fn.stack(*(_normalize(version, spec, flip=0, crop=None) for version in corrupt(images)))
 
@@ -389,12 +400,24 @@ class FrameBatches:
         Args:
             frames: [H, W, 3] uint8 RGB each, of any sizes; arrays, on a GPU tensors there.
         """
-        self._pipe.feed_input("frames", list(frames))
-        self._pipe.feed_input("shapes", [np.array(frame.shape, np.int64) for frame in frames])
-        (images,) = self._pipe.run()
         if not self._on_gpu:
-            return np.ascontiguousarray(images.as_array().transpose(0, 3, 1, 2))
+            (images,) = self._run([frame[None] for frame in frames])
+            return np.ascontiguousarray(images.as_array()[:, 0].transpose(0, 3, 1, 2))
+        import torch
         from torch.utils.dlpack import from_dlpack
 
-        # A copy: the pipeline's own memory is written again by the next batch.
-        return from_dlpack(images.as_tensor()).permute(0, 3, 1, 2).contiguous()
+        alike: dict[Any, list[int]] = {}  # what is of one size goes together: DALI takes its time for each that is fed
+        for index, frame in enumerate(frames):
+            alike.setdefault(frame.shape, []).append(index)
+        (images,) = self._run([torch.stack([frames[index] for index in some]) for some in alike.values()])
+        found: list[Any] = [None] * len(frames)
+        for number, some in enumerate(alike.values()):
+            for index, image in zip(some, from_dlpack(images[number]), strict=True):
+                found[index] = image
+        # Copies: the pipeline's own memory is written again by the next batch.
+        return torch.stack(found).permute(0, 3, 1, 2).contiguous()
+
+    def _run(self, frames: Sequence[Any]) -> Any:
+        self._pipe.feed_input("frames", list(frames))
+        self._pipe.feed_input("shapes", [np.array(each.shape[1:], np.int64) for each in frames])
+        return self._pipe.run()

@@ -338,6 +338,11 @@ class TensorRTRunner:
                 outputs[start : start + len(chunk)] = self._streams[0].infer(chunk)
         return outputs
 
+    def capture_only(self, batch_size: int) -> None:
+        """Capture the CUDA graph of a batch size now, and none later: other threads' work on the GPU would break it."""
+        self._streams[0].prepare(max(batch_size, self._shapes.min_batch))
+        self._streams[0].captures = False
+
     def _check_open(self) -> None:
         if self._engine is None:
             raise EngineryError("this TensorRT runner was closed; load the plan again", code="runner-closed")
@@ -410,7 +415,7 @@ class _InferenceStream:
     def __init__(
         self, engine: Any, device: torch.device, shapes: ShapeSpec, dtypes: list[torch.dtype], not_captured: set[int]
     ) -> None:
-        self._not_captured = not_captured
+        self._not_captured, self.captures = not_captured, True
         self._context = engine.create_execution_context()
         if self._context is None:
             name = torch.cuda.get_device_name(device)
@@ -427,7 +432,7 @@ class _InferenceStream:
         """Outputs of a batch of at most `max_batch` images, which lie on the host or on this GPU."""
         # A batch under the profile's minimum is filled up with what the buffer holds: images don't affect each other.
         buffers, batch = self._behind, max(len(images), self._shapes.min_batch)
-        if buffers.last_batch == batch and batch not in buffers.graphs:
+        if self.captures and buffers.last_batch == batch and batch not in buffers.graphs:
             buffers.graphs[batch] = self._capture(buffers, batch)
         buffers.last_batch = batch
         if images.is_cuda:

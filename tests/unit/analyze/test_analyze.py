@@ -33,6 +33,7 @@ from mlflow import MlflowClient
 from PIL import Image
 
 from components.analyze import component
+from components.analyze import streams as streams_module
 from components.analyze.config import AnalyzeConfig
 from components.analyze.processes import _PipeSink
 from components.analyze.results import HeldClasses, Latencies, StreamResult, Thumbnails, Timeline
@@ -529,7 +530,7 @@ def test_what_is_kept_of_hours_stays_small_and_right() -> None:
     pixels = np.zeros((48, 64, 3), np.uint8)
     for second in range(4 * 3600):
         timeline.add(["abcd"[second // 3600], *"x" * (second % 3 > 0)], second)
-        thumbnails.offer(pixels, second, [str(second % 5)], "", lambda image: image)
+        thumbnails.offer(lambda: pixels, second, [str(second % 5)], "", lambda image: image)
         result.keep_event({"event": "held"})
     segments = list(timeline.segments())
     assert sorted(name for name, _, _ in segments) == ["a", "b", "c", "d", "x"]
@@ -589,6 +590,21 @@ def test_a_queue_of_one_frame_keeps_the_newest(run_analysis: Analyze, tmp_path: 
     assert lines(analysis, "frames.jsonl")[-1]["frame"] == stream.num_decoded - 1
 
 
+@pytest.mark.parametrize(("more_bytes", "room"), [(1 << 30, 12), (0, 3)])
+def test_more_frames_of_files_wait_where_they_are_small(
+    more_bytes: int, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams_module, "_MORE_BYTES", more_bytes)
+    config = AnalyzeConfig(sources=(str(write_video(tmp_path / "a.mp4", digit_frames())),), queue_frames=3)
+    with Streams(find_videos(config.sources), config, 1, lambda *_, **__: None) as streams:
+        ends, (state,) = time.monotonic() + 20, streams.states
+        while state.num_decoded <= room and time.monotonic() < ends:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert (state.num_decoded, len(state.queue)) == (room + 1, room)  # the last waits for room
+        assert [frame.number for _, frame in streams.take(room)] == [*range(room)]
+
+
 def test_the_kfp_component_keeps_a_record_in_mlflow(
     bundle: Artifact[BundleManifest], tmp_path: Path, store: str
 ) -> None:
@@ -618,7 +634,7 @@ def test_the_command_ends_with_2_where_a_video_could_not_be_read(
 
 def test_nothing_is_waited_for_once_every_queue_is_full(run_analysis: Analyze, tmp_path: Path) -> None:
     video, began = write_video(tmp_path / "a.mp4", digit_frames()), time.monotonic()
-    analysis = run_analysis(video, max_wait_ms=10_000, queue_frames=8)
+    analysis = run_analysis(video, max_wait_ms=10_000, queue_frames=2)
     assert analysis.manifest.streams[0].num_labelled == 6 * 8
     assert time.monotonic() - began < 10  # of one wait
 
