@@ -255,7 +255,11 @@ def _graphs(network: nn.Module) -> Graphs:
 
 @dataclass(kw_only=True)
 class _PlanBuilder:
-    """Builds plans of encoder and step, for sentences one by one and for batches."""
+    """Builds plans of encoder and step, for sentences one by one and for batches of fixed sizes.
+
+    TensorRT 8.6 captures no graph where a profile takes batches of several sizes, and chooses kernels again at each
+    new length of the state.
+    """
 
     config: ExportConfig
     log: StepLog
@@ -272,8 +276,8 @@ class _PlanBuilder:
         check_options(config.engine_options)
         usual = int(np.median([len(tokens) for tokens in sentences]))
         lengths = dict.fromkeys(("source", "target"), (1, usual, max_tokens))
-        many = min(config.opt_batch, config.max_batch)
-        sizes = [{"batch": (1, 1, 1), **lengths}, {"batch": (1, many, config.max_batch), **lengths}]
+        batches = dict.fromkeys((1, min(config.opt_batch, config.max_batch), config.max_batch))
+        sizes = [{"batch": (batch, batch, batch), **lengths} for batch in batches]
         return cls(config=config, log=log, shapes=_axes(network), sizes=sizes)
 
     def build(

@@ -1,6 +1,6 @@
 """Plans of networks with several inputs and outputs, whose sizes change from call to call."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -10,6 +10,8 @@ import torch
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.records import EngineEntry
 from components.common.runtimes.tensorrt import load_engine, load_tensorrt, tensorrt_logger, torch_dtype
+
+Profile = Mapping[str, tuple[tuple[int, ...], ...]]  # sizes of each input: smallest, tuned for, largest
 
 
 class DynamicPlan:
@@ -34,14 +36,16 @@ class DynamicPlan:
         self.inputs: Mapping[str, torch.dtype] = {name: dtypes[name] for name in inputs}
         self.outputs: Mapping[str, torch.dtype] = {name: dtypes[name] for name in names if name not in inputs}
         self._contexts: list[Any] = []
-        self._limits: list[dict[str, Any]] = []
         stream = torch.cuda.current_stream()
         for number in range(engine.num_optimization_profiles):
             context = engine.create_execution_context()
             context.set_optimization_profile_async(number, stream.cuda_stream)
             self._contexts.append(context)
-            self._limits.append({name: engine.get_tensor_profile_shape(name, number) for name in inputs})
         stream.synchronize()
+        self.profiles: Sequence[Profile] = [
+            {name: tuple(map(tuple, engine.get_tensor_profile_shape(name, number))) for name in inputs}
+            for number in range(engine.num_optimization_profiles)
+        ]
         self._engine = engine
 
     def run(
@@ -79,14 +83,14 @@ class DynamicPlan:
         return found
 
     def _context(self, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-        for context, limits in zip(self._contexts, self._limits, strict=True):
+        for context, profile in zip(self._contexts, self.profiles, strict=True):
             if all(
-                len(shape) == len(low := limits[name][0])
-                and all(a <= size <= b for a, size, b in zip(low, shape, limits[name][2], strict=True))
+                len(shape) == len(low := profile[name][0])
+                and all(a <= size <= b for a, size, b in zip(low, shape, profile[name][2], strict=True))
                 for name, shape in shapes.items()
             ):
                 return context
-        taken = "; ".join(f"{name} {tuple(low)} to {tuple(high)}" for name, (low, _, high) in self._limits[-1].items())
+        taken = "; ".join(f"{name} {low} to {high}" for name, (low, _, high) in self.profiles[-1].items())
         raise UserError(
             f"the plan {self.path} takes {taken}, got {dict(shapes)}: translate fewer sentences at once, or export "
             "with a larger export.max_batch",

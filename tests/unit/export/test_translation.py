@@ -13,14 +13,25 @@ from components.common.contracts.manifests import BundleManifest, CheckpointMani
 from components.common.contracts.records import LayerCost
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
+from components.common.runtimes import tensorrt
 from components.common.runtimes.architectures import build_model, load_weights
 from components.common.tasks.translation.runners import OpenVinoNetwork, Translator
 from components.common.tasks.translation.search import padded, search
 from components.common.tasks.translation.vocabulary import EOS, Vocabulary, train_vocabulary
+from components.export import translation
 from components.export.config import ExportConfig
 from components.export.placement import quantizable_layers
 from components.export.selection import Budget
-from components.export.translation import Graphs, OnnxNetwork, _costliest, _graphs, _Search, _split, teacher_forced
+from components.export.translation import (
+    Graphs,
+    OnnxNetwork,
+    _costliest,
+    _graphs,
+    _PlanBuilder,
+    _Search,
+    _split,
+    teacher_forced,
+)
 from enginery.datasets.phrases import phrase_pair
 from tests.unit.shapes import Chain
 
@@ -98,6 +109,22 @@ def test_layers_leave_int8_until_the_others_cost_little() -> None:
     assert list(map("".join, _costliest(ranking, 0.5))) == ["a", "ab", "abc", "abcd"]
     assert next(_costliest(ranking, 0.13)) == ("a", "b", "c")
     assert next(_costliest(ranking, 0.0)) == tuple("abcde")
+
+
+@pytest.mark.parametrize(
+    ("opt_batch", "max_batch", "batches"), [(4, 8, [1, 4, 8]), (8, 8, [1, 8]), (1, 8, [1, 8]), (1, 1, [1])]
+)
+def test_each_profile_takes_one_number_of_sentences(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch, opt_batch: int, max_batch: int, batches: list[int]
+) -> None:
+    monkeypatch.setattr(tensorrt, "why_unavailable", lambda: None)
+    monkeypatch.setattr(translation, "check_options", lambda options: None)
+    config = resolve(ExportConfig, "export", {"opt_batch": opt_batch, "max_batch": max_batch})
+    network = build_model("translation/transformer_small", NUM_TOKENS)
+    builder = _PlanBuilder.of(config, StepLog("test"), network, 24, SOURCES)
+    assert builder is not None
+    profiles = builder._tensors(graphs[0]).profiles
+    assert profiles == [{"source": ((batch, 1), (batch, 4), (batch, 24))} for batch in batches]
 
 
 def test_candidates_of_plans_are_judged_by_what_their_file_says(translator: Chain) -> None:

@@ -1,6 +1,6 @@
 """Greedy translation without leaving the GPU: encoder and step as plans, replayed as CUDA graphs where they can be."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from components.common.contracts.errors import EngineryError
-from components.common.runtimes.dynamic_plan import prefix
+from components.common.runtimes.dynamic_plan import Profile, prefix
 from components.common.tasks.translation.runners import ENCODER_OUTPUTS, STEP_INPUTS, STEP_OUTPUTS
 from components.common.tasks.translation.search import longest_translations
 from components.common.tasks.translation.vocabulary import BOS, EOS, PAD
@@ -22,6 +22,7 @@ class Graph(Protocol):
     """Encoder or step, on tensors of one device."""
 
     inputs: Mapping[str, torch.dtype]
+    profiles: Sequence[Profile]
 
     def run(
         self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor] = ...
@@ -31,7 +32,10 @@ class Graph(Protocol):
 
 
 class GpuNetwork:
-    """Encoder and step on one device; see Network. What is read of sentences and known of tokens stays there."""
+    """Encoder and step on one device; see Network. What is read of sentences and known of tokens stays there.
+
+    Batches that no profile takes are filled up to the next size that one does, and only the rows asked for returned.
+    """
 
     runtime = "tensorrt"
 
@@ -42,21 +46,26 @@ class GpuNetwork:
         self.device = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.uncapturable: set[int] = set()  # of encoder and steps, -1 and 0, those that no graph can hold
+        limits = [profile["source"] for profile in encoder.profiles]
+        self._sizes = [(low[0], high[0]) for low, _, high in limits]  # of batches, smallest and largest
         self._batches: dict[tuple[int, int], _Batch] = {}
 
     def encode(self, source: np.ndarray) -> tuple[torch.Tensor, ...]:
         """See Network; on the device."""
-        found = self.encoder.run({"source": torch.from_numpy(source).to(self.torch_device)})
-        return tuple(found[name] for name in ENCODER_OUTPUTS)
+        num_rows, rows = len(source), self._rows(len(source))
+        found = self.encoder.run({"source": torch.from_numpy(source[rows]).to(self.torch_device)})
+        memory, mask, state = (found[name] for name in ENCODER_OUTPUTS)
+        return memory[:, :num_rows], mask[:num_rows], state[:, :num_rows]
 
     def step(
         self, tokens: np.ndarray, position: int, memory: torch.Tensor, mask: torch.Tensor, state: torch.Tensor
     ) -> tuple[np.ndarray, torch.Tensor]:
         """See Network; the state on the device."""
-        numbers = (torch.from_numpy(tokens), torch.tensor([position]))
-        values = (*(number.to(self.torch_device) for number in numbers), memory, mask, state)
+        num_rows, rows = len(tokens), self._rows(len(tokens))
+        numbers = (torch.from_numpy(tokens[rows]), torch.tensor([position]))
+        values = (*(number.to(self.torch_device) for number in numbers), memory[:, rows], mask[rows], state[:, rows])
         found = self.step_graph.run(dict(zip(STEP_INPUTS, values, strict=True)))
-        return found["logits"].float().cpu().numpy(), found["next_state"]
+        return found["logits"][:num_rows].float().cpu().numpy(), found["next_state"][:, :num_rows]
 
     def greedy(self, source: np.ndarray) -> np.ndarray:
         """The likeliest token each time, until all sentences have ended: [B, S] int64 -> [B, T] int64 with PAD behind.
@@ -64,12 +73,22 @@ class GpuNetwork:
         Raises:
             UserError: more sentences, or longer ones, than the plans take.
         """
-        size = len(source), min(-(-source.shape[1] // _LENGTHS) * _LENGTHS, max(self.max_tokens, source.shape[1]))
+        length = min(-(-source.shape[1] // _LENGTHS) * _LENGTHS, max(self.max_tokens, source.shape[1]))
+        size = self._size(len(source)), length
         batch = self._batches.pop(size, None) or _Batch(self, *size)
         self._batches[size] = batch  # the latest at the end
         if len(self._batches) > _MOST_SIZES:
             del self._batches[next(iter(self._batches))]
         return batch.translate(source)
+
+    def _size(self, num_rows: int) -> int:
+        """Rows of the smallest batch that a profile takes and that holds so many; as many, where there is none."""
+        return min((max(low, num_rows) for low, high in self._sizes if num_rows <= high), default=num_rows)
+
+    def _rows(self, num_rows: int) -> slice | np.ndarray:
+        """An index of so many rows, which come again until the batch is full."""
+        size = self._size(num_rows)
+        return np.arange(size) % num_rows if size > num_rows else slice(None)
 
 
 class _Batch:
@@ -95,18 +114,20 @@ class _Batch:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def translate(self, source: np.ndarray) -> np.ndarray:
-        """See GpuNetwork.greedy."""
+        """See GpuNetwork.greedy; of so many sentences or fewer. Rows behind them are PAD, and ended from the start."""
+        num_rows = len(source)
         self._source.fill_(PAD)
-        self._source[:, : source.shape[1]] = torch.from_numpy(source).to(self._source)
-        self._ended.zero_()
-        self._limits.copy_(torch.from_numpy(longest_translations(source, self._network.max_tokens)))
+        self._source[:num_rows, : source.shape[1]] = torch.from_numpy(source).to(self._source)
+        self._ended.fill_(True)
+        self._ended[:num_rows] = False
+        self._limits[:num_rows] = torch.from_numpy(longest_translations(source, self._network.max_tokens))
         self._do(-1, self._encode)
         position = 0
         for position in range(self._network.max_tokens):
             self._do(position, partial(self._step, position))
             if position % _STEPS_BETWEEN == _STEPS_BETWEEN - 1 and bool(self._ended.all()):
                 break
-        return self._found[1 : position + 2].T.cpu().numpy()
+        return self._found[1 : position + 2, :num_rows].T.cpu().numpy()
 
     def _state_shape(self, num_tokens: int) -> tuple[int, ...]:
         return tuple(a + num_tokens * more for a, more in zip(self._first_shape, self._growth, strict=True))

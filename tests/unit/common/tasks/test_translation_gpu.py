@@ -1,35 +1,47 @@
-"""Greedy search on a device, on the CPU here: the buffers of its steps hold what the search outside of graphs does."""
+"""Search on a device, on the CPU here: buffers of its steps, and batches that are filled up, change no translation."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from components.common.contracts.errors import UserError
 from components.common.runtimes.architectures import build_model
-from components.common.runtimes.dynamic_plan import prefix
+from components.common.runtimes.dynamic_plan import Profile, prefix
 from components.common.tasks.translation.gpu import GpuNetwork
 from components.common.tasks.translation.runners import ENCODER_INPUTS, ENCODER_OUTPUTS, STEP_INPUTS, STEP_OUTPUTS
 from components.common.tasks.translation.search import padded, search
-from components.common.tasks.translation.vocabulary import EOS
+from components.common.tasks.translation.vocabulary import BOS, EOS
 from components.export.translation import _axes
+from tests.unit.refusals import refuses
 
 NUM_TOKENS, MAX_TOKENS = 300, 21
 SOURCES = [[5, 6, 7, 8, 9, 10, 11, 12, 13, EOS], [5, EOS], [7, 7, 7, EOS]]
+Batches = tuple[tuple[int, int], ...]  # smallest and largest of each profile
+ANY: Batches = ((1, 1), (1, 16))  # as older bundles have them
+FIXED: Batches = ((1, 1), (4, 4), (16, 16))
 
 
 class TorchGraph:
     """Encoder or step of a network, as plans run: outputs are written into the buffers that are given."""
 
-    def __init__(self, network: nn.Module, which: str, names: tuple[str, ...], outputs: tuple[str, ...]) -> None:
-        self.call, self.names, self.output_names = getattr(network, which), names, outputs
-        self.inputs = dict.fromkeys(names, torch.int64)
+    def __init__(
+        self, call: Callable[..., Any], names: tuple[str, ...], outputs: tuple[str, ...], batches: Batches
+    ) -> None:
+        self.call, self.names, self.output_names, self.batches = call, names, outputs, batches
+        self.inputs: Mapping[str, torch.dtype] = dict.fromkeys(names, torch.int64)
+        self.profiles: Sequence[Profile] = [{names[0]: ((low,), (high,), (high,))} for low, high in batches]
 
     def run(
         self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor] = MappingProxyType({})
     ) -> dict[str, torch.Tensor]:
+        batch = len(inputs[self.names[0]])
+        if not any(low <= batch <= high for low, high in self.batches):
+            raise UserError(f"no profile takes {batch} sentences", code="wrong-batches")
         with torch.no_grad():
             found = dict(zip(self.output_names, self.call(*(inputs[name] for name in self.names)), strict=True))
         for name, buffer in outputs.items():
@@ -38,11 +50,19 @@ class TorchGraph:
 
 
 @pytest.fixture(params=["transformer_small", "lstm_small"])
-def network(request: pytest.FixtureRequest) -> GpuNetwork:
+def module(request: pytest.FixtureRequest) -> nn.Module:
     torch.manual_seed(1)
-    module = build_model(f"translation/{request.param}", NUM_TOKENS).eval()
-    encoder = TorchGraph(module, "encode", ENCODER_INPUTS, ENCODER_OUTPUTS)
-    step = TorchGraph(module, "step", STEP_INPUTS, STEP_OUTPUTS)
+    return build_model(f"translation/{request.param}", NUM_TOKENS).eval()
+
+
+@pytest.fixture(params=[ANY, FIXED], ids=["any", "fixed"])
+def network(request: pytest.FixtureRequest, module: nn.Module) -> GpuNetwork:
+    return on_cpu(module, request.param)
+
+
+def on_cpu(module: nn.Module, batches: Batches) -> GpuNetwork:
+    encoder = TorchGraph(module.encode, ENCODER_INPUTS, ENCODER_OUTPUTS, batches)
+    step = TorchGraph(module.step, STEP_INPUTS, STEP_OUTPUTS, batches)
     return GpuNetwork(encoder, step, max_tokens=MAX_TOKENS, device=torch.device("cpu"))
 
 
@@ -55,23 +75,41 @@ class WithoutGreedy:
         self.encode, self.step = network.encode, network.step
 
 
-def test_greedy_on_the_device_is_the_search_outside(network: GpuNetwork) -> None:
+def test_greedy_on_the_device_is_the_search_outside(network: GpuNetwork, module: nn.Module) -> None:
+    outside = WithoutGreedy(on_cpu(module, ANY))
     everything = [SOURCES, SOURCES[1:], [[9, 8, EOS]], SOURCES]  # sizes that come again, too
     for sources in everything:
         found = search(network, padded(sources), beam_size=1, max_tokens=MAX_TOKENS)
-        expected = search(WithoutGreedy(network), padded(sources), beam_size=1, max_tokens=MAX_TOKENS)
-        assert found == expected
+        assert found == search(outside, padded(sources), beam_size=1, max_tokens=MAX_TOKENS)
     assert list(map(len, found)) == [21, 16, 21]  # untrained, so that none ends before it has to
 
 
-def test_beams_keep_their_state_on_the_device(network: GpuNetwork) -> None:
-    one = search(network, padded(SOURCES[:1]), beam_size=3, max_tokens=MAX_TOKENS)
-    assert search(network, padded(SOURCES), beam_size=3, max_tokens=MAX_TOKENS)[:1] == one
-    assert isinstance(network.encode(padded(SOURCES))[2], torch.Tensor)
+def test_beams_keep_their_state_on_the_device(network: GpuNetwork, module: nn.Module) -> None:
+    def beams(network: GpuNetwork, sources: list[list[int]]) -> list[list[int]]:
+        return search(network, padded(sources), beam_size=3, max_tokens=MAX_TOKENS)
+
+    alone = [beams(on_cpu(module, ANY), [source])[0] for source in SOURCES]
+    assert beams(network, SOURCES) == alone
+    assert beams(network, SOURCES[:1]) == alone[:1]
+    memory, mask, state = network.encode(padded(SOURCES))
+    logits, after = network.step(np.full(3, BOS), 0, memory, mask, state)
+    assert all(isinstance(each, torch.Tensor) for each in (memory, mask, state, after))
+    assert {memory.shape[1], len(mask), state.shape[1], len(logits), after.shape[1]} == {3}
 
 
-def test_axes_that_change_are_named(network: GpuNetwork) -> None:
-    axes = _axes(network.encoder.call.__self__)  # type: ignore[attr-defined]
+def test_rows_that_fill_a_batch_do_not_delay_its_end(network: GpuNetwork) -> None:
+    assert network.greedy(padded([SOURCES[2]] * 3)).shape == (3, 21)
+    assert network.greedy(padded([SOURCES[1]] * 2)).shape == (2, 16)  # where the third row was, no sentence is
+
+
+def test_more_sentences_than_a_profile_takes_are_refused(network: GpuNetwork) -> None:
+    for beam_size in (1, 2):
+        with refuses("wrong-batches"):
+            search(network, padded(SOURCES * 6), beam_size=beam_size, max_tokens=MAX_TOKENS)
+
+
+def test_axes_that_change_are_named(module: nn.Module) -> None:
+    axes = _axes(module)
     assert axes["source"] == ["batch", "source"] == axes["mask"]
     assert axes["tokens"] == ["batch"]
     assert axes["position"] == [1]
