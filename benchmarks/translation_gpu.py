@@ -141,7 +141,7 @@ def main(data: Path, work: Path, architecture: str, epochs: int, results: Result
     training += ("--learning-rate", "0.0005", "--global-batch-size", "256", "--warmup-fraction", "0.2")
     if not (checkpoint / MANIFEST).exists():
         seconds["train"] = run_step("train", dataset, checkpoint, *training)
-    plans = ("--tensorrt", "on", "--optimization-level", "1", "--num-selection-images", "500")
+    plans = ("--tensorrt", "on", "--optimization-level", "1", "--max-batch", "32", "--num-selection-images", "500")
     plans += ("--num-ranking-images", "16")  # if layers have to stay in float
     if not (bundle / MANIFEST).exists():
         seconds["export"] = run_step("export", dataset, bundle, "--model", str(checkpoint), *plans)
