@@ -46,9 +46,16 @@ _MAX_FOUND = 10_000  # videos of one folder
 _MAX_PIXELS = 8192 * 4352  # of a frame: 8K
 _SET_BACK_S = 1.0  # a clock that goes back by more was set back
 _ON_GPU = ("nv12", "p010le")  # what is converted there
-_PIXELS_AT_ONCE = 1 << 25  # that become colours, some 60 bytes of memory each
-# By FFmpeg's number of the colour space (BT.709, BT.601, BT.2020) the weights of red and blue in the luma.
-_LUMA_WEIGHTS = {1: (0.2126, 0.0722), 5: (0.299, 0.114), 9: (0.2627, 0.0593)}
+_PIXELS_AT_ONCE = 1 << 25  # that become colours, some 30 bytes of memory each
+# By FFmpeg's number of the colour space (BT.709, FCC, BT.601, SMPTE 240M, BT.2020), times 65536: what it adds of the
+# red difference to red and of the blue one to blue, and what it takes of the blue and of the red one from green.
+_COLOURS = {
+    1: (117489, 138438, 13975, 34925),
+    4: (104448, 132798, 24759, 53109),
+    5: (104597, 132201, 25675, 53279),
+    7: (117579, 136230, 16907, 35559),
+    9: (110013, 140363, 12277, 42626),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,7 +380,8 @@ def planes_of(frame: av.VideoFrame, turns: int = 0, *, is_mirrored: bool = False
 def rgb_images(frames: Sequence[Any]) -> list[Any]:
     """Images [H, W, 3] uint8 RGB, upright: those of Planes where they are, others as they came.
 
-    Each colour stands for its four pixels, as in FFmpeg's conversion from yuv420p.
+    Each colour stands for its four pixels, and all is computed in the integers of FFmpeg's conversion from yuv420p on
+    x86, to the bit.
     """
     found, alike = list(frames), defaultdict[Any, list[int]](list)
     for place, frame in enumerate(frames):
@@ -396,22 +404,23 @@ def _rgb_of_planes(frames: Sequence[Planes], space: int, is_full: bool) -> Any:
     import torch
 
     luma, chroma = (torch.stack([getattr(frame, name) for frame in frames]) for name in ("luma", "chroma"))
-    least, most = (0, 255) if is_full else (16, 235)
-    added = (chroma.float() - 128) @ _colours(space, is_full, chroma.device)  # [B, H / 2, W / 2, 3]
-    grey = (luma.float() - least) * (255 / (most - least))
+    grey_scale, scales = _scales(space, is_full, chroma.device)
+    grey = ((8 * (luma.int() - (0 if is_full else 16)) * grey_scale) >> 16).short()
+    # [B, H / 2, W / 2, 2, 3]: what each difference adds to red, green and blue
+    parts = (8 * (chroma.int() - 128)[..., None] * scales) >> 16
+    added = (parts[..., 0, :] + parts[..., 1, :]).short()
     num_frames, height, width = grey.shape
     pixels = grey.view(num_frames, height // 2, 2, width // 2, 2, 1) + added[:, :, None, :, None]
-    # FFmpeg rounds down, too.
     return pixels.clamp_(0, 255).to(torch.uint8).view(num_frames, height, width, 3)
 
 
 @cache
-def _colours(space: int, is_full: bool, device: Any) -> Any:
-    """[2, 3]: what the blue and the red difference add to red, green and blue."""
+def _scales(space: int, is_full: bool, device: Any) -> tuple[int, Any]:
+    """What grey, and the blue and the red difference for red, green and blue ([2, 3]) are multiplied by, times 8192."""
     import torch
 
-    red, blue = _LUMA_WEIGHTS.get(space, _LUMA_WEIGHTS[5])
-    green = 1 - red - blue
-    of_blue = [0, -2 * blue * (1 - blue) / green, 2 * (1 - blue)]
-    of_red = [2 * (1 - red), -2 * red * (1 - red) / green, 0]
-    return torch.tensor([of_blue, of_red], device=device) * (1 if is_full else 255 / 224)
+    red, blue, green_by_blue, green_by_red = _COLOURS.get(space, _COLOURS[5])
+    scales = torch.tensor([[0, -green_by_blue, blue], [red, -green_by_red, 0]], dtype=torch.int32, device=device)
+    if is_full:
+        return 8192, (torch.div(scales * 224, 255, rounding_mode="trunc") + 4) >> 3
+    return 9539, (scales + 4) >> 3  # 9539 / 8192: 255 / 219

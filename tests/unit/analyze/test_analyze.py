@@ -3,9 +3,11 @@
 import base64
 import errno
 import io
+import itertools
 import json
 import multiprocessing
 import os
+import platform
 import re
 import shutil
 import signal
@@ -646,7 +648,7 @@ def test_sentences_are_in_no_video(run_analysis: Analyze, translator: Chain, tmp
 
 
 @pytest.mark.parametrize("pixel_format", ["nv12", "p010le"])
-@pytest.mark.parametrize(("space", "is_full"), [(5, False), (1, False), (5, True)])
+@pytest.mark.parametrize(("space", "is_full"), [*itertools.product([1, 2, 4, 5, 6, 7, 9], [False, True])])
 def test_planes_of_gpus_become_the_colours_of_ffmpeg(pixel_format: str, space: int, is_full: bool) -> None:
     coarse = np.random.default_rng(0).integers(0, 256, (9, 16, 3), np.uint8)
     pixels = np.asarray(Image.fromarray(coarse).resize((160, 90), Image.Resampling.BICUBIC))
@@ -659,7 +661,8 @@ def test_planes_of_gpus_become_the_colours_of_ffmpeg(pixel_format: str, space: i
     other = np.zeros((2, 2, 3), np.uint8)
     given = [planes_of(frame), planes_of(frame, turns=1, is_mirrored=True), other]
     plain, turned, same = rgb_images(given)
-    assert np.abs(plain.numpy() - expected).max() <= 3
+    is_exact = pixel_format == "nv12" and platform.machine() == "x86_64"
+    assert np.abs(plain.numpy() - expected).max() <= (0 if is_exact else 3)
     assert (given[0].shape, given[1].shape) == (plain.shape, turned.shape)
     np.testing.assert_array_equal(turned, np.rot90(plain.numpy()[::-1]))
     assert same is other
