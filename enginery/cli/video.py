@@ -14,6 +14,8 @@ from enginery.formats import new_console, new_table, number
 from enginery.local.runs import latest_bundle
 from enginery.local.state import StateDirectory
 
+_MOST_ROWS = 40  # of the table; streams with a problem come first
+
 
 @click.command()
 @click.argument("sources", nargs=-1, metavar="SOURCE [SOURCE ...]")
@@ -92,14 +94,17 @@ def video(
             raise
     console = new_console()
     table = new_table("stream", ">frames", ">dropped", "frames that show", ">p99 ms")
-    for stream in analysis.manifest.streams:
+    streams = analysis.manifest.streams
+    for stream in sorted(streams, key=lambda stream: not stream.problem)[:_MOST_ROWS]:
         shares = ", ".join(f"{name} {pct:.1f} %" for name, pct in list(stream.shares_pct.items())[:3])
         frames, dropped = f"{stream.num_labelled:,}", f"{stream.num_dropped:,}"
         said = shares or stream.problem
         table.add_row(escape(stream.name), frames, dropped, escape(said), number(stream.latency_p99_ms, ",.0f"))
     console.print(table)
+    if len(streams) > _MOST_ROWS:
+        console.print(f"and {len(streams) - _MOST_ROWS:,} more streams, which the page shows")
     console.print(escape(outcome(analysis)))
     console.print(f"page: {escape(str(out / 'index.html'))}")
-    if unread := [stream.name for stream in analysis.manifest.streams if not stream.num_labelled]:
+    if unread := [stream.name for stream in streams if not stream.num_labelled]:
         more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
         raise UserError(f"no frame of {unread[0]}{more} could be read; the page says why", code="unread-videos")
