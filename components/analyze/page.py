@@ -12,7 +12,7 @@ from components.common.data.pages import data_uri, templates
 
 _MAX_COLOURS = 10  # classes with a colour of their own, the most frequent ones
 _OTHER = "#9aa3ae"
-_MAX_SHOWN = 100  # streams with a timeline; summary.json has all
+_MAX_SHOWN = 100  # streams with a timeline, those with a problem first; summary.json has all
 
 
 def clock(seconds: float) -> str:
@@ -35,6 +35,7 @@ def page(
         results: likewise, in the same order.
         answers: with the classes.
     """
+    shown = sorted(zip(records, results, strict=True), key=lambda each: not each[0].problem)[:_MAX_SHOWN]
     totals = sum((result.counts for result in results), Counter[str]())
     frequent = [name for name, _ in totals.most_common() if name != NONE][:_MAX_COLOURS]
     has_others = len({*totals} - {NONE}) > len(frequent)
@@ -64,7 +65,9 @@ def page(
             "events": result.shown_events,
             "video": result.video,
         }
-        for record, result in list(zip(records, results, strict=True))[:_MAX_SHOWN]
+        for record, result in sorted(zip(records, results, strict=True), key=lambda each: not each[0].problem)[
+            :_MAX_SHOWN
+        ]
     ]
     legend = [(colours[name], name, 100 * totals[name] / num_labelled) for name in frequent]
     found = templates(Path(__file__).with_name("templates"), filters={"clock": clock})

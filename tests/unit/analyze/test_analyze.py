@@ -35,6 +35,7 @@ from mlflow import MlflowClient
 from PIL import Image
 
 from components.analyze import component
+from components.analyze import page as page_module
 from components.analyze import streams as streams_module
 from components.analyze.config import AnalyzeConfig
 from components.analyze.processes import _PipeSink
@@ -174,7 +175,10 @@ def test_events_page_and_annotated_video_of_a_folder(run_analysis: Analyze, tmp_
         assert f'href="{name}"' in page
 
 
-def test_what_is_broken_is_named_and_the_rest_is_labelled(run_analysis: Analyze, tmp_path: Path) -> None:
+def test_what_is_broken_is_named_and_the_rest_is_labelled(
+    run_analysis: Analyze, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_module, "_MAX_SHOWN", 5)
     good = write_video(tmp_path / "good.mp4", digit_frames())
     raw = write_video(tmp_path / "raw.264", digit_frames()).read_bytes()
     damaged = tmp_path / "damaged.264"
@@ -194,6 +198,8 @@ def test_what_is_broken_is_named_and_the_rest_is_labelled(run_analysis: Analyze,
     for name in names[2:]:
         assert (seen[name].num_labelled, seen[name].codec) == (0, "")
         assert "is no video that can be read" in seen[name].problem
+    page = analysis.file("index.html").read_text()  # has room for these five
+    assert [name for name in names if name in page] == [*names[2:]]
 
 
 @pytest.mark.parametrize("matrix", [(0, 1, -1, 0), (-1, 0, 0, -1), (0, -1, 1, 0), (-1, 0, 0, 1), (0, 1, 1, 0)])
