@@ -65,9 +65,7 @@ def page(
             "events": result.shown_events,
             "video": result.video,
         }
-        for record, result in sorted(zip(records, results, strict=True), key=lambda each: not each[0].problem)[
-            :_MAX_SHOWN
-        ]
+        for record, result in shown
     ]
     legend = [(colours[name], name, 100 * totals[name] / num_labelled) for name in frequent]
     found = templates(Path(__file__).with_name("templates"), filters={"clock": clock})
