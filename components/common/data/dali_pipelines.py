@@ -388,7 +388,7 @@ class FrameBatches:
             spec,
             self._on_gpu,
             batch_size=batch_size,
-            num_threads=num_cores(),
+            num_threads=1 if self._on_gpu else num_cores(),
             device_id=device_id,
             **_ONE_BATCH,
         )
