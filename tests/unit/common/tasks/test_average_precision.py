@@ -1,11 +1,10 @@
-"""mAP equals that of pycocotools; with weights it is that of repeated images."""
+"""With weights mAP is that of repeated images, by pycocotools. Without: test_box_predictions.py."""
 
 import contextlib
 import io
 from typing import Any
 
 import numpy as np
-import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
@@ -86,18 +85,6 @@ def by_pycocotools(images: list[tuple[Detections, np.ndarray]]) -> np.ndarray:
     return np.where(precision[:, 0] < 0, np.nan, precision.mean(axis=1))
 
 
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("seed", range(6))
-def test_the_average_precisions_are_those_of_pycocotools(seed: int, ties: bool) -> None:
-    images = made_up(seed, ties=ties)
-    matches = gathered(images)
-    ours, theirs = matches.average_precisions()[0], by_pycocotools(images)
-    assert 0.05 < np.nanmean(theirs) < 0.95
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-9)
-    assert mean_precision(ours[None])[0] == pytest.approx(np.nanmean(theirs), abs=1e-9)
-    np.testing.assert_allclose(matches.curve().mean(axis=1), theirs[0], rtol=0, atol=1e-9)
-
-
 def test_an_image_of_weight_three_counts_as_three_images() -> None:
     images = made_up(7)
     weights = np.random.default_rng(0).integers(0, 4, (3, len(images)))
@@ -105,18 +92,6 @@ def test_an_image_of_weight_three_counts_as_three_images() -> None:
     for row, own in zip(weights, weighted, strict=True):
         repeated = [image for image, times in zip(images, row, strict=True) for _ in range(times)]
         np.testing.assert_allclose(own, by_pycocotools(repeated), rtol=0, atol=1e-9)
-
-
-def test_parts_add_up_and_come_apart() -> None:
-    images = made_up(1, 12)
-    whole, parts = gathered(images), Matches.join([gathered(images[:5]), gathered(images[5:])])
-    np.testing.assert_array_equal(whole.average_precisions(), parts.average_precisions())
-    np.testing.assert_array_equal(
-        whole.select(np.array([3, 1, 11])).average_precisions(),
-        gathered([images[3], images[1], images[11]]).average_precisions(),
-    )
-    mask = np.arange(12) % 2 == 0
-    np.testing.assert_array_equal(whole.select(mask).average_precisions(), gathered(images[::2]).average_precisions())
 
 
 def test_nothing_found_and_nothing_to_find() -> None:

@@ -57,16 +57,18 @@ def predicted(objects: np.ndarray, noise: float, seed: int = 1) -> BoxPrediction
     return BoxPredictions.of(outputs(objects, noise, seed), objects)
 
 
-def test_map_is_that_of_pycocotools_over_parts() -> None:
-    images = made_up(3)
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_map_is_that_of_pycocotools_over_parts(seed: int, ties: bool) -> None:
+    images = made_up(seed, ties=ties)
     most = max(len(objects) for _, objects in images)
     padded = np.full((len(images), most, 6), -1, np.float32)
     raw = np.full((len(images), 40, 12), -9, np.float32)
     raw[:, :, :4], raw[:, :, 4:8] = (0, 0, 8, 8), 0.5
     for own, row, (found, objects) in zip(padded, raw, images, strict=True):
         own[: len(objects)] = objects
-        logits = np.log(found.scores / (1 - found.scores))
-        row[: len(found)] = output_of(found.boxes, found.classes, logits, len(found))
+        scores = found.scores.clip(0.02, 0.98)  # rounded ones may be 0 or 1
+        row[: len(found)] = output_of(found.boxes, found.classes, np.log(scores / (1 - scores)), len(found))
     whole = BoxPredictions.join([BoxPredictions.of(raw[part], padded[part]) for part in (slice(0, 25), slice(25, 40))])
     assert predictions_of("detection") is BoxPredictions
     assert whole.num_images == 40
@@ -80,15 +82,20 @@ def test_map_is_that_of_pycocotools_over_parts() -> None:
         for (found, objects), own in zip(images, zip(boxes, scores, classes, strict=True), strict=True)
     ]
     theirs = by_pycocotools(kept)
-    assert whole.score_pct == pytest.approx(100 * np.nanmean(theirs))
+    assert 0.05 < np.nanmean(theirs) < 0.95
+    np.testing.assert_allclose(whole.matches.average_precisions()[0], theirs, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(whole.matches.curve().mean(axis=1), theirs[0], rtol=0, atol=1e-9)
+    assert whole.score_pct == pytest.approx(100 * np.nanmean(theirs), abs=1e-7)
     assert whole.measures()["score50_pct"] == pytest.approx(100 * np.nanmean(theirs[0]))
     assert np.mean(whole.precision_by_recall()) == pytest.approx(100 * np.nanmean(theirs[0]))
     assert whole.score_low_pct < whole.score_pct
     assert whole.num_unseen(4) == 1
     assert whole.chance(CLASSES) == ("", 0.0)
-    some = whole.select(np.arange(40) % 2 == 0)
-    assert some.score_pct == pytest.approx(100 * np.nanmean(by_pycocotools(kept[::2])))
-    assert some.select(slice(3, 4)).per_image.tolist() == [whole.per_image[6]]
+    for which in (np.arange(40) % 2 == 0, np.array([3, 1, 11])):
+        some = by_pycocotools([kept[index] for index in np.arange(40)[which]])
+        np.testing.assert_allclose(whole.matches.select(which).average_precisions()[0], some, rtol=0, atol=1e-9)
+        assert whole.select(which).score_pct == pytest.approx(100 * np.nanmean(some))
+    assert whole.select(slice(3, 4)).per_image.tolist() == [whole.per_image[3]]
 
 
 def test_nan_finds_nothing() -> None:
