@@ -10,18 +10,11 @@ import pytest
 
 from components.common.contracts.errors import GateFailed
 from components.common.contracts.manifests import Artifact, DatasetManifest
-from components.common.contracts.settings import resolve
 from components.common.contracts.transforms import ShapeSpec
-from components.common.process.steplog import StepLog
-from components.export.config import ExportConfig
 from components.export.onnx_export import export_onnx
-from components.export.run import run as export
 from components.export.sources import check_model
-from components.gate.config import GateConfig
-from components.gate.run import run as gate
-from components.validate.config import ValidateConfig
-from components.validate.run import run as validate
 from tests.conftest import Shared
+from tests.steps import step
 
 from . import sentences, shapes
 from .networks import build, digits_network, shapes_of
@@ -78,9 +71,9 @@ class Proved:
 def measure(bundle: Path, dataset: Path, folder: Path, thresholds: dict[str, float]) -> None:
     """The report and the verdict on a bundle, into `folder`."""
     settings = {"benchmark_seconds": 0.02, "benchmark_warmup_seconds": 0.0, "min_iterations": 1, "gate": thresholds}
-    config = resolve(ValidateConfig, "validate", {**settings, "benchmark_batch_sizes": [1]})
-    validate(config, StepLog("validate"), bundle=bundle, dataset=dataset, output=folder / "report")
-    gate(GateConfig(**thresholds), StepLog("gate"), report=folder / "report", output=folder / "verdict")
+    settings |= {"benchmark_batch_sizes": [1]}
+    step("validate", folder / "report", settings, bundle=bundle, dataset=dataset)
+    step("gate", folder / "verdict", thresholds, report=folder / "report")
 
 
 @pytest.fixture(scope="session")
@@ -89,9 +82,7 @@ def proved(digits_dataset: Artifact[DatasetManifest], shared: Shared) -> Proved:
         export_onnx(digits_network(digits_dataset), folder / "digits.onnx", ShapeSpec(height=32, width=32))
         settings = {"tensorrt": "off", "resize_ratio": 1.0, "calibration_method": "max"}
         settings |= {"num_ranking_images": 0, "mixed_engines": 0}
-        config = resolve(ExportConfig, "export", settings)
-        source = {"model": folder / "digits.onnx", "dataset": digits_dataset.path}
-        export(config, StepLog("export"), **source, output=folder / "bundle")
+        step("export", folder / "bundle", settings, model=folder / "digits.onnx", dataset=digits_dataset.path)
         measure(folder / "bundle", digits_dataset.path, folder, LENIENT)
 
     return Proved(dataset=digits_dataset, folder=shared("proved", build))

@@ -5,16 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from components.common.contracts.settings import resolve
-from components.common.process.steplog import StepLog
-from components.export.config import ExportConfig
-from components.export.run import run as export
-from components.preprocess.config import PreprocessConfig
-from components.preprocess.run import run as preprocess
-from components.train.config import TrainConfig
-from components.train.training import train
 from enginery.datasets.phrases import phrase_pair
 from tests.conftest import Shared
+from tests.steps import step
 from tests.unit.shapes import THRESHOLDS, Chain
 
 HOSTILE = "<b>&  12</b>"  # the first sentence to validate on, HTML
@@ -32,15 +25,14 @@ def made_translator(shared: Shared) -> Chain:
             lines = [(HOSTILE, HOSTILE)] * (split == "val") + list(islice(pairs, number))
             text = "".join(f"{source}\t{target}\n" for source, target in lines)
             (folder / "data" / f"{split}.tsv").write_text(text, encoding="utf-8")
-        log, data = StepLog("test"), folder / "dataset"
+        data = folder / "dataset"
         settings: dict[str, object] = {"data": str(folder / "data"), "task": "translation", "vocabulary_size": 500}
-        preprocess(resolve(PreprocessConfig, "preprocess", settings), log, output=data)
+        step("preprocess", data, settings)
         settings = {"architecture": "translation/lstm_small", "epochs": 3, "optimizer": "adamw", "num_processes": 1}
         settings |= {"global_batch_size": 32, "learning_rate": 0.032, "label_smoothing": 0.0}
-        train(resolve(TrainConfig, "train", settings), log, dataset=data, output=folder / "checkpoint")
+        step("train", folder / "checkpoint", settings, dataset=data)
         settings = {"num_calibration_images": 32, "num_selection_images": 64, "calibration_method": "max"}
         settings |= {"gate": THRESHOLDS}
-        source = {"model": folder / "checkpoint", "dataset": data}
-        export(resolve(ExportConfig, "export", settings), log, **source, output=folder / "bundle")
+        step("export", folder / "bundle", settings, model=folder / "checkpoint", dataset=data)
 
     return Chain(folder=shared("translator", build))

@@ -18,11 +18,8 @@ from components.analyze.run import analyze
 from components.common.contracts.manifests import AnalysisManifest, Artifact, BundleManifest, load
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
-from components.export.config import ExportConfig
-from components.export.run import run as export
-from components.train.config import TrainConfig
-from components.train.training import train
 from tests.conftest import Shared
+from tests.steps import step
 from tests.unit.conftest import Proved
 from tests.unit.shapes import Chain
 
@@ -65,8 +62,7 @@ def detector(detection_chain: Chain, shared: Shared) -> Artifact[BundleManifest]
         same = {"architecture": "detection/fcos_small", "image_size": 64, "resize_ratio": 1.0}
         settings = {**same, "epochs": 20, "optimizer": "adamw", "global_batch_size": 16, "learning_rate": 0.064}
         settings |= {"num_processes": 1, "label_smoothing": 0.0}
-        config = resolve(TrainConfig, "train", settings)
-        train(config, StepLog("train"), dataset=detection_chain.dataset, output=folder / "checkpoint")
+        step("train", folder / "checkpoint", settings, dataset=detection_chain.dataset)
         weights = load_file(folder / "checkpoint" / "weights.safetensors")
         for name in (name for name in weights if name.endswith("logits.bias")):
             weights[name] += 1.0
@@ -74,7 +70,7 @@ def detector(detection_chain: Chain, shared: Shared) -> Artifact[BundleManifest]
         settings = {**same, "tensorrt": "off", "num_ranking_images": 0, "mixed_engines": 0}
         settings |= {"num_calibration_images": 16}
         source = {"model": folder / "surer.safetensors", "dataset": detection_chain.dataset}
-        export(resolve(ExportConfig, "export", settings), StepLog("export"), **source, output=folder / "bundle")
+        step("export", folder / "bundle", settings, **source)
 
     return load(shared("detector", build) / "bundle", BundleManifest)
 

@@ -22,10 +22,8 @@ from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import Artifact, CheckpointManifest, DatasetManifest, seal
 from components.common.contracts.statistics import drop_upper
 from components.common.contracts.transforms import transform_for
-from components.common.process.steplog import StepLog
 from components.export import model_check
 from components.export.config import ExportConfig
-from components.export.run import run as export
 from components.export.sources import check_model, write_fp32_onnx
 from components.train.config import TrainConfig
 from enginery.datasets.shapes import write_shapes
@@ -40,6 +38,7 @@ from enginery.local.preflight import (
     training_memory,
 )
 from tests.pipelines.running import ROOT, load_once
+from tests.steps import step
 from tests.unit import registered
 from tests.unit.networks import onnx_model
 from tests.unit.refusals import refuses
@@ -387,13 +386,7 @@ def test_a_model_of_a_few_bytes_that_takes_much_memory_is_refused(
         check_inputs(run_of(few_digits, model=str(tmp_path / "m.onnx"), gate={"confident": False}))
     assert "ConstantOfShape" in str(caught.value)
     with refuses("onnx-does-not-run", "--model") as caught:  # as on a cluster, where nothing is checked before a run
-        export(
-            ExportConfig(),
-            StepLog("export"),
-            model=tmp_path / "m.onnx",
-            dataset=digits_dataset.path,
-            output=tmp_path / "b",
-        )
+        step("export", tmp_path / "b", model=tmp_path / "m.onnx", dataset=digits_dataset.path)
     assert "ConstantOfShape" in str(caught.value)
 
 

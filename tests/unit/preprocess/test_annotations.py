@@ -11,13 +11,10 @@ import numpy as np
 import pytest
 
 from components.common.contracts.manifests import Artifact, DatasetManifest
-from components.common.contracts.settings import resolve
-from components.common.process.steplog import StepLog
 from components.preprocess.sources import folders
 from components.preprocess.sources.json_stream import json_arrays
-from components.train.config import TrainConfig
-from components.train.training import train
 from tests.conftest import preprocess
+from tests.steps import step
 from tests.unit.refusals import refuses
 
 from .builders import archive, every_path, find, gradient, listing, rejected
@@ -395,9 +392,8 @@ def test_a_split_without_any_box_is_packed_and_named(tmp_path: Path) -> None:
     assert all(objects(dataset)[name] == [] for name in "abc")
     card = dataset.file("data_card.html").read_text(encoding="utf-8")
     assert "the training split has no object of 2 of 2 classes" in card.replace("The training", "the training")
-    config = resolve(TrainConfig, "train", {"architecture": "detection/fcos_small", "num_processes": 1})
     with refuses("no-objects"):
-        train(config, StepLog("train"), dataset=dataset.path, output=tmp_path / "checkpoint")
+        step("train", tmp_path / "checkpoint", {"architecture": "detection/fcos_small"}, dataset=dataset.path)
 
 
 def test_images_whose_masks_have_the_same_names_are_found(tmp_path: Path) -> None:

@@ -12,12 +12,10 @@ import pytest
 from PIL import Image
 
 from components.common.contracts.manifests import ALL_FILES, Artifact, DatasetManifest, load
-from components.common.process.steplog import StepLog
-from components.merge.config import MergeConfig
-from components.merge.run import run as merge
 from enginery.datasets.shapes import CLASSES as SHAPES
 from enginery.datasets.shapes import write_shapes
 from tests.conftest import preprocess, run_step
+from tests.steps import step
 from tests.unit.refusals import refuses
 
 from .builders import archive, gradient, listing, rejected
@@ -303,8 +301,7 @@ def test_joined_parts_are_the_whole(tmp_path: Path) -> None:
     assert len(whole.manifest.splits["train"].shards) > 1
     for part in ("1", "2"):
         run_step(tmp_path / "data", tmp_path / part, part=f"{part}/2", **settings)
-    parts = (str(tmp_path / "1"), str(tmp_path / "2"))
-    merge(MergeConfig(parts=parts), StepLog("merge"), output=tmp_path / "joined")
+    step("merge", tmp_path / "joined", {"parts": [str(tmp_path / "1"), str(tmp_path / "2")]})
     joined = load(tmp_path / "joined", DatasetManifest, verify=ALL_FILES)
     assert joined.digest == whole.digest
 

@@ -9,10 +9,9 @@ import pytest
 
 from components.common.contracts.manifests import ALL_FILES, Artifact, DatasetManifest, DatasetPartManifest, load
 from components.common.contracts.settings import resolve
-from components.common.process.steplog import StepLog
 from components.merge.config import MergeConfig
-from components.merge.run import run as merge
 from tests.conftest import preprocess, run_step
+from tests.steps import step
 from tests.unit.refusals import refuses
 from tests.unit.registered import replace_file, reseal
 
@@ -25,7 +24,7 @@ def pack(data: Path, output: Path, part: str, **settings: Any) -> Path:
 
 
 def join(parts: list[Path], output: Path, **settings: Any) -> Artifact[DatasetManifest]:
-    merge(MergeConfig(parts=tuple(map(str, parts)), **settings), StepLog("merge"), output=output)
+    step("merge", output, {"parts": [*map(str, parts)], **settings})
     return load(output, DatasetManifest, verify=ALL_FILES)
 
 

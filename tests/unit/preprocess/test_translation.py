@@ -14,14 +14,12 @@ import pytest
 
 from components.common.contracts.digests import digest_file
 from components.common.contracts.manifests import Artifact, DatasetManifest, load
-from components.common.process.steplog import StepLog
 from components.common.tasks.translation.batches import SentenceLoader
 from components.common.tasks.translation.vocabulary import Vocabulary
-from components.preprocess.config import PreprocessConfig
-from components.preprocess.run import run
 from components.preprocess.sources import check_data_folder
 from components.preprocess.sources.parallel_text import MAX_LINE_BYTES, find_texts
 from enginery.datasets.phrases import phrase_pair, write_phrases
+from tests.steps import step
 from tests.unit.refusals import refuses
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -46,8 +44,7 @@ def tsv(pairs: list[tuple[str, str]]) -> bytes:
 
 
 def packed(data: Path, output: Path, **settings: Any) -> Artifact[DatasetManifest]:
-    config = PreprocessConfig(data=str(data), task="translation", **{"max_bad_fraction": 1.0, **settings})
-    run(config, StepLog("preprocess"), output=output)
+    step("preprocess", output, {"data": str(data), "task": "translation", "max_bad_fraction": 1.0, **settings})
     return load(output, DatasetManifest, verify=("",))
 
 

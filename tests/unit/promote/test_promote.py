@@ -22,14 +22,13 @@ from components.common.contracts.manifests import (
 )
 from components.common.contracts.records import TrainingRecord
 from components.common.contracts.settings import resolve
-from components.common.process.steplog import StepLog
 from components.common.registry.audit_log import AuditLog, champions, expected_aliases
 from components.common.registry.model_registry import Registry
 from components.common.registry.version_evaluation import load_evaluation
 from components.promote.config import PromoteConfig
-from components.promote.run import run
 from enginery.registry.compare import flatten
 from enginery.registry.models import version_summary
+from tests.steps import step
 from tests.unit.registered import (
     CHANGED,
     flip,
@@ -230,7 +229,7 @@ def test_other_classes_can_not_be_compared(
 def test_what_is_not_promoted(tmp_path: Path, code: str, chain: dict[str, Any]) -> None:
     paths = make_chain(tmp_path / "a", 90, **chain)
     with refuses(code):
-        run(PromoteConfig(), StepLog("promote"), output=tmp_path / "promotion", **paths)
+        step("promote", tmp_path / "promotion", **paths)
     assert not (tmp_path / "promotion").exists()
 
 
@@ -239,7 +238,7 @@ def test_files_that_were_changed(tmp_path: Path, part: str, file: str) -> None:
     paths = make_chain(tmp_path / "a", 50)
     flip(paths[part] / file)
     with refuses("damaged-artifact"):
-        run(PromoteConfig(), StepLog("promote"), output=tmp_path / "promotion", **paths)
+        step("promote", tmp_path / "promotion", **paths)
     assert not (tmp_path / "promotion").exists()
 
 

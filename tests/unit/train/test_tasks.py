@@ -5,10 +5,7 @@ from pathlib import Path
 import pytest
 
 from components.common.contracts.manifests import CheckpointManifest, load
-from components.common.contracts.settings import resolve
-from components.common.process.steplog import StepLog
-from components.train.config import TrainConfig
-from components.train.training import train
+from tests.steps import step
 
 
 @pytest.mark.slow
@@ -17,8 +14,7 @@ def test_two_processes_train_as_one(task: str, request: pytest.FixtureRequest, t
     """But for BatchNorm, whose statistics are those of half a batch."""
     chain = request.getfixturevalue(f"{task}_chain")
     one = load(chain.checkpoint, CheckpointManifest).manifest
-    config = resolve(TrainConfig, "train", {**one.config, "num_processes": 2})
-    train(config, StepLog("test"), dataset=chain.dataset, output=tmp_path / "checkpoint")
+    step("train", tmp_path / "checkpoint", {**one.config, "num_processes": 2}, dataset=chain.dataset)
     two = load(tmp_path / "checkpoint", CheckpointManifest).manifest
     for expected, found in zip(one.history, two.history, strict=True):
         assert found.train_loss == pytest.approx(expected.train_loss, rel=0.1)

@@ -11,14 +11,11 @@ from onnx import numpy_helper
 
 from components.common.contracts.errors import GateFailed
 from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, VerdictManifest, load
-from components.common.contracts.settings import resolve
 from components.common.data.evaluation import ClassPredictions
-from components.common.process.steplog import StepLog
-from components.gate.config import GateConfig
-from components.validate.config import ValidateConfig
 from components.validate.report import _confusion, change, class_changes, class_losses
 from components.validate.run import _undefined_note
 from components.validate.schema import Report
+from tests.steps import step
 from tests.unit.conftest import Proved
 from tests.unit.measurements import predictions
 from tests.unit.registered import replace_file
@@ -88,14 +85,11 @@ def swap(source: Path, output: Path, first: int, second: int) -> Path:
 
 def judge(bundle: Path, dataset: Path, output: Path) -> tuple[Report, VerdictManifest, str]:
     """The steps validate and gate. The text is what the gate says, passed or not."""
-    from components.gate.run import run as gate
-    from components.validate.run import run as validate
-
     fast = {"benchmark_seconds": 0.02, "benchmark_warmup_seconds": 0.0, "benchmark_batch_sizes": (1,)}
-    config = resolve(ValidateConfig, "validate", fast, {"runtime": "openvino", "gate": GATE})
-    validate(config, StepLog("validate"), bundle=bundle, dataset=dataset, output=output / "report")
+    settings = {**fast, "runtime": "openvino", "gate": GATE}
+    step("validate", output / "report", settings, bundle=bundle, dataset=dataset)
     try:
-        said = gate(GateConfig(**GATE), StepLog("gate"), report=output / "report", output=output / "verdict")
+        said = step("gate", output / "verdict", GATE, report=output / "report")
     except GateFailed as error:
         said = str(error)
     report = Report.model_validate_json((output / "report" / "report.json").read_bytes())

@@ -26,22 +26,12 @@ from components.common.contracts.manifests import (
     load,
 )
 from components.common.contracts.records import measures
-from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
 from components.common.registry.tracking import step_run
-from components.export.config import ExportConfig
-from components.export.run import run as export
-from components.gate.config import GateConfig
-from components.gate.run import run as gate
-from components.preprocess.config import PreprocessConfig
-from components.preprocess.run import run as preprocess
-from components.train.config import TrainConfig
-from components.train.run import run as train
-from components.validate.config import ValidateConfig
 from components.validate.report import read_thumbnails
 from components.validate.report_text import outcome
-from components.validate.run import run
 from components.validate.schema import Report, report_schema
+from tests.steps import step
 from tests.unit.registered import ROOT
 
 HOSTILE = '<b>"x"&'
@@ -87,12 +77,11 @@ def chain(few_digits: Path, run_preprocess: Any, tmp_path_factory: pytest.TempPa
     for folder in sorted(path for path in few_digits.iterdir() if path.is_dir()):
         shutil.copytree(folder, data / names.get(folder.name, folder.name))
     dataset = run_preprocess(data, root / "dataset")
-    train(resolve(TrainConfig, "train", TRAIN), StepLog("train"), dataset=dataset.path, output=root / "checkpoint")
+    step("train", root / "checkpoint", TRAIN, dataset=dataset.path)
     # Calibrated badly on purpose, so that INT8 differs from FP32, and with a budget that lets it.
     bad = {"num_calibration_images": 8, "calibration_method": "percentile", "calibration_percentile": 60}
-    bad |= {"mixed_engines": 0}
-    config = resolve(ExportConfig, "export", bad, {"gate": {"max_drop_points": 100, "min_relative_score_pct": 0}})
-    export(config, StepLog("export"), model=root / "checkpoint", dataset=dataset.path, output=root / "bundle")
+    bad |= {"mixed_engines": 0, "gate": {"max_drop_points": 100, "min_relative_score_pct": 0}}
+    step("export", root / "bundle", bad, model=root / "checkpoint", dataset=dataset.path)
     return Chain(
         dataset=dataset,
         checkpoint=load(root / "checkpoint", CheckpointManifest),
@@ -102,8 +91,7 @@ def chain(few_digits: Path, run_preprocess: Any, tmp_path_factory: pytest.TempPa
 
 def validate(chain: Chain, output: Path, log: StepLog | None = None, **settings: Any) -> Written:
     fast = {"benchmark_seconds": 0.02, "benchmark_warmup_seconds": 0, "benchmark_batch_sizes": (1, 4)}
-    config = resolve(ValidateConfig, "validate", fast, settings)
-    run(config, log or StepLog("validate"), bundle=chain.bundle.path, dataset=chain.dataset.path, output=output)
+    step("validate", output, {**fast, **settings}, log, bundle=chain.bundle.path, dataset=chain.dataset.path)
     return Written(
         path=output,
         page=(output / "report.html").read_text(encoding="utf-8"),
@@ -288,32 +276,32 @@ def test_the_run_in_mlflow_holds_report_and_data(
     mlflow.set_tracking_uri(f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}")
     client = MlflowClient()
     with step_run("preprocess") as first:
-        config = PreprocessConfig(data=str(few_digits), num_workers=1)
-        preprocess(config, StepLog("preprocess", first), output=tmp_path / "dataset")
+        settings = {"data": str(few_digits), "num_workers": 1}
+        step("preprocess", tmp_path / "dataset", settings, StepLog("preprocess", first))
     splits = {entry.dataset.name: entry for entry in client.get_run(first.run_id).inputs.dataset_inputs}
     tags = {name: entry.tags[0].value for name, entry in splits.items()}
     assert tags == {"train": "training", "val": "validation"}
     assert json.loads(splits["train"].dataset.profile) == {"num_images": 480}
     with step_run("train") as second:
         small = {"architecture": "squeezenet1_1", "epochs": 1, "global_batch_size": 240}
-        config = resolve(TrainConfig, "train", TRAIN, small)
-        train(config, StepLog("train", second), dataset=tmp_path / "dataset", output=tmp_path / "checkpoint")
+        log = StepLog("train", second)
+        step("train", tmp_path / "checkpoint", {**TRAIN, **small}, log, dataset=tmp_path / "dataset")
     trained_on = {entry.dataset.name: entry for entry in client.get_run(second.run_id).inputs.dataset_inputs}
     assert {name: (entry.dataset.digest, entry.tags[0].value) for name, entry in trained_on.items()} == {
         name: (entry.dataset.digest, entry.tags[0].value) for name, entry in splits.items()
     }
     pipeline = client.create_run(second.experiment_id).info.run_id
-    for step in ("validate", "gate"):
+    for name in ("validate", "gate"):
         nested = client.create_run(second.experiment_id, tags={"mlflow.parentRunId": pipeline}).info.run_id
         monkeypatch.setenv("MLFLOW_RUN_ID", nested)
-        with step_run(step) as judged:
-            log = StepLog(step, judged)
-            if step == "validate":
+        with step_run(name) as judged:
+            log = StepLog(name, judged)
+            if name == "validate":
                 run = judged
                 validate(chain, tmp_path / "report", log, latency_budget="0.1us")
             else:
                 with pytest.raises(GateFailed):
-                    gate(GateConfig(), log, report=tmp_path / "report", output=tmp_path / "verdict")
+                    step("gate", tmp_path / "verdict", log=log, report=tmp_path / "report")
     table = client.get_run(pipeline).data
     manifest = load(tmp_path / "report", ReportManifest).manifest
     assert table.metrics == measures(manifest.accuracy, manifest.benchmark)

@@ -14,28 +14,27 @@ from components.common.contracts.manifests import BundleManifest, DatasetManifes
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
 from components.common.tasks.translation import evaluation
-from components.gate.config import GateConfig
-from components.gate.run import run as gate
 from components.validate.config import ValidateConfig
-from components.validate.run import run
 from components.validate.schema import Report
 from components.validate.translation import SentenceRunner, by_length, measure
+from tests.steps import step
 from tests.unit.refusals import refuses
 from tests.unit.sentences import HOSTILE
 from tests.unit.shapes import Chain
 
+QUICK: dict[str, Any] = {"benchmark_seconds": 0.01, "benchmark_warmup_seconds": 0.0, "benchmark_sentences": 8}
+QUICK |= {"benchmark_repeats": 2}
+
 
 def settings(**values: Any) -> ValidateConfig:
-    quick = {"benchmark_seconds": 0.01, "benchmark_warmup_seconds": 0.0, "benchmark_sentences": 8}
-    return resolve(ValidateConfig, "validate", {**quick, "benchmark_repeats": 2, **values})
+    return resolve(ValidateConfig, "validate", {**QUICK, **values})
 
 
 def test_report_and_verdict_of_a_translator(translator: Chain, tmp_path: Path) -> None:
     num_val = load(translator.dataset, DatasetManifest).manifest.splits["val"].num_images
-    chosen = settings(latency_budget="10s", benchmark_batch_sizes=(1, 4), gate={"require_above_chance": False})
-    said = run(
-        chosen, StepLog("validate"), bundle=translator.bundle, dataset=translator.dataset, output=tmp_path / "report"
-    )
+    lenient = {"require_above_chance": False}
+    chosen = {**QUICK, "latency_budget": "10s", "benchmark_batch_sizes": (1, 4), "gate": lenient}
+    said = step("validate", tmp_path / "report", chosen, bundle=translator.bundle, dataset=translator.dataset)
     assert f"BLEU on {num_val} sentences: FP32" in said
     assert "within 10000 ms" in said
     report = load(tmp_path / "report", ReportManifest)
@@ -73,7 +72,7 @@ def test_report_and_verdict_of_a_translator(translator: Chain, tmp_path: Path) -
     assert HOSTILE not in page
     assert len(shown.disagreements) == min(num_val - same, 24)
     with pytest.raises(GateFailed, match=f"{num_val} validation sentences, at least 100"):
-        gate(GateConfig(require_above_chance=False), StepLog("gate"), report=report.path, output=tmp_path / "verdict")
+        step("gate", tmp_path / "verdict", lenient, report=report.path)
 
 
 def test_data_of_other_languages_are_refused(translator: Chain, tmp_path: Path) -> None:

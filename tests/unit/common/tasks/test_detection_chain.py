@@ -20,18 +20,13 @@ from components.common.contracts.manifests import (
     VerdictManifest,
     load,
 )
-from components.common.contracts.settings import resolve
-from components.common.process.steplog import StepLog
 from components.common.runtimes.architectures import build_model
 from components.common.tasks.answers import View, answers_of
 from components.common.tasks.detection.boxes import MAX_CANDIDATES
-from components.export.config import ExportConfig
 from components.export.quantization import ArithmeticSearch, first_arithmetic
-from components.export.run import run as export
-from components.gate.config import GateConfig
-from components.gate.run import run as gate
 from components.promote.pyfunc import BundleModel
 from enginery.datasets.shapes import CLASSES
+from tests.steps import step
 from tests.unit.onnx_outputs import check_candidates
 from tests.unit.registered import enginery
 from tests.unit.shapes import THRESHOLDS, Chain
@@ -68,7 +63,7 @@ def test_the_report_is_on_map(chain: Chain, tmp_path: Path) -> None:
 
 
 def test_the_gate_judges_map_and_a_release_answers_with_boxes(chain: Chain, tmp_path: Path) -> None:
-    gate(GateConfig(**THRESHOLDS), StepLog("gate"), report=chain.report, output=tmp_path / "verdict")
+    step("gate", tmp_path / "verdict", THRESHOLDS, report=chain.report)
     assert "mAP drop" in load(tmp_path / "verdict", VerdictManifest).manifest.checks[0].explanation
     parts = {"bundle": chain.bundle, "report": chain.report, "verdict": tmp_path / "verdict"}
     enginery("release", tmp_path / "out", *(word for name, path in parts.items() for word in (f"--{name}", path)))
@@ -119,8 +114,7 @@ def test_a_detector_on_a_backbone_of_timm_becomes_int8(
     save_file(network.state_dict(), tmp_path / "weights.safetensors")
     settings = {"architecture": architecture, "image_size": 96, "resize_ratio": 1.0, "tensorrt": "off"}
     settings |= {"num_ranking_images": 0, "mixed_engines": 0, "num_calibration_images": 16}
-    source = {"model": tmp_path / "weights.safetensors", "dataset": chain.dataset}
-    export(resolve(ExportConfig, "export", settings), StepLog("test"), **source, output=tmp_path / "bundle")
+    step("export", tmp_path / "bundle", settings, model=tmp_path / "weights.safetensors", dataset=chain.dataset)
     images = np.random.default_rng(0).normal(size=(2, 3, 96, 96)).astype(np.float32)
     with torch.no_grad():
         every = network(torch.from_numpy(images)).numpy()

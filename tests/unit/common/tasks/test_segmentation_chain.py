@@ -18,20 +18,13 @@ from components.common.contracts.manifests import (
     VerdictManifest,
     load,
 )
-from components.common.contracts.settings import resolve
-from components.common.process.steplog import StepLog
 from components.common.runtimes.selection import select_runtime
 from components.common.tasks.segmentation.answers import mask_of
-from components.export.config import ExportConfig
-from components.export.run import run as export
 from components.export.sources import check_model
-from components.gate.config import GateConfig
-from components.gate.run import run as gate
 from components.promote.packaging import write_model
-from components.train.config import TrainConfig
-from components.train.training import train
 from components.validate.inspect import inspect, load_input
 from enginery.datasets.shapes import CLASSES
+from tests.steps import step
 from tests.unit.refusals import refuses
 from tests.unit.registered import enginery
 from tests.unit.shapes import THRESHOLDS, Chain
@@ -89,7 +82,7 @@ def test_the_page_speaks_of_pixels_and_shows_masks(chain: Chain) -> None:
 
 
 def test_the_gate_judges_miou(chain: Chain, tmp_path: Path) -> None:
-    gate(GateConfig(**THRESHOLDS), StepLog("gate"), report=chain.report, output=tmp_path / "verdict")
+    step("gate", tmp_path / "verdict", THRESHOLDS, report=chain.report)
     verdict = load(tmp_path / "verdict", VerdictManifest).manifest
     assert verdict.passed
     assert "mIoU drop" in verdict.checks[0].explanation
@@ -152,19 +145,13 @@ def test_inspect_shows_masks_of_every_precision(chain: Chain, tmp_path: Path) ->
 
 
 def test_steps_refuse_what_is_of_another_task(chain: Chain, tmp_path: Path, digits_dataset: SimpleNamespace) -> None:
-    log = StepLog("test")
     with refuses("other-task"):
-        train(
-            resolve(TrainConfig, "train", {"architecture": "resnet18"}),
-            log,
-            dataset=chain.dataset,
-            output=tmp_path / "checkpoint",
-        )
-    settings = resolve(ExportConfig, "export", {"tensorrt": "off"})
+        step("train", tmp_path / "checkpoint", {"architecture": "resnet18"}, dataset=chain.dataset)
+    off = {"tensorrt": "off"}
     with refuses("other-task"):
-        export(settings, log, model=chain.checkpoint, dataset=digits_dataset.path, output=tmp_path / "bundle")
+        step("export", tmp_path / "bundle", off, model=chain.checkpoint, dataset=digits_dataset.path)
     for model in (chain.checkpoint, chain.bundle, chain.bundle / "fp32.onnx"):  # before a run
         with refuses("other-task"):
             check_model(model, "", None, 64)
     with refuses("other-task"):  # own ONNX files are classifiers
-        export(settings, log, model=chain.bundle / "fp32.onnx", dataset=chain.dataset, output=tmp_path / "own")
+        step("export", tmp_path / "own", off, model=chain.bundle / "fp32.onnx", dataset=chain.dataset)

@@ -10,17 +10,12 @@ import torch
 
 from components.common.contracts.errors import Preempted
 from components.common.contracts.manifests import BundleManifest, CheckpointManifest, DatasetManifest, load
-from components.common.contracts.settings import resolve
-from components.common.process.steplog import StepLog
 from components.common.tasks.translation.networks import AttentionLstm
 from components.common.tasks.translation.runners import open_translator
 from components.common.tasks.translation.sentences import read_sentence
-from components.export.config import ExportConfig
-from components.export.run import run as export
 from components.export.translation import read_pairs
-from components.train.config import TrainConfig
 from components.train.trainer import Trainer
-from components.train.training import train
+from tests.steps import step
 from tests.unit.measurements import engine_entry
 from tests.unit.refusals import refuses
 from tests.unit.registered import replace_file
@@ -87,20 +82,19 @@ def test_training_resumes_within_an_epoch(translator: Chain, tmp_path: Path, mon
     """To the same weights."""
     settings = {"architecture": "translation/lstm_small", "epochs": 1, "optimizer": "adamw", "num_processes": 1}
     settings |= {"global_batch_size": 64, "learning_rate": 0.03}
-    config = resolve(TrainConfig, "train", settings)
-    train(config, StepLog("test"), dataset=translator.dataset, output=tmp_path / "whole")
-    step = Trainer._after_step
+    step("train", tmp_path / "whole", settings, dataset=translator.dataset)
+    after_step = Trainer._after_step
 
     def stop(trainer: Trainer) -> None:
         if trainer.num_steps_done == 7:
             signal.raise_signal(signal.SIGTERM)
-        step(trainer)
+        after_step(trainer)
 
     monkeypatch.setattr(Trainer, "_after_step", stop)
     with pytest.raises(Preempted):
-        train(config, StepLog("test"), dataset=translator.dataset, output=tmp_path / "resumed")
+        step("train", tmp_path / "resumed", settings, dataset=translator.dataset)
     monkeypatch.undo()
-    train(config, StepLog("test"), dataset=translator.dataset, output=tmp_path / "resumed")
+    step("train", tmp_path / "resumed", settings, dataset=translator.dataset)
     digests = [
         load(tmp_path / name, CheckpointManifest).manifest.files["weights.safetensors"].digest
         for name in ("whole", "resumed")
@@ -117,28 +111,21 @@ def test_memory_that_runs_out_is_named(
 
     monkeypatch.setattr(AttentionLstm, "forward", full)
     recipe = {"architecture": "translation/lstm_small", "global_batch_size": 64, "num_processes": 1}
-    config = resolve(TrainConfig, "train", {**recipe, **settings})
     with refuses("out-of-memory", "train.per_gpu_batch_size") as caught:
-        train(config, StepLog("test"), dataset=translator.dataset, output=tmp_path / "checkpoint")
+        step("train", tmp_path / "checkpoint", {**recipe, **settings}, dataset=translator.dataset)
     size = settings.get("per_gpu_batch_size", 64)
     assert f"does not hold a batch of {size} sentences (train.per_gpu_batch_size)" in str(caught.value)
     assert fix in str(caught.value)
 
 
 def test_a_method_of_other_networks_is_refused(translator: Chain, tmp_path: Path) -> None:
-    config, source = resolve(ExportConfig, "export", {"calibration_method": "smoothquant"}), translator.checkpoint
+    settings, source = {"calibration_method": "smoothquant"}, translator.checkpoint
     with refuses("other-task", "export.calibration_method"):
-        export(config, StepLog("test"), model=source, dataset=translator.dataset, output=tmp_path / "bundle")
+        step("export", tmp_path / "bundle", settings, model=source, dataset=translator.dataset)
 
 
 def test_another_vocabulary_is_refused(translator: Chain, tmp_path: Path) -> None:
     other = shutil.copytree(translator.dataset, tmp_path / "other")
     replace_file(other, "vocabulary.model", b"\x00" + (other / "vocabulary.model").read_bytes())
     with refuses("other-vocabulary"):
-        export(
-            resolve(ExportConfig, "export", {}),
-            StepLog("test"),
-            model=translator.checkpoint,
-            dataset=other,
-            output=tmp_path / "bundle",
-        )
+        step("export", tmp_path / "bundle", model=translator.checkpoint, dataset=other)
