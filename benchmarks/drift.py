@@ -13,7 +13,6 @@ import math
 import shutil
 import tempfile
 import time
-import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -47,11 +46,8 @@ from components.common.data.baseline import (
     Comparison,
     StatisticName,
     baseline_file,
-    image_statistics,
     make_baseline,
 )
-from components.common.data.dali_pipelines import ImageBatches
-from components.common.data.evaluation import confidences_and_entropies
 from components.common.data.loader import Loader
 from components.common.process.steplog import StepLog
 from components.common.runtimes.selection import select_runtimes
@@ -210,26 +206,6 @@ def proved_model(dataset: Artifact[DatasetManifest], folder: Path) -> tuple[Path
     return folder / "bundle", folder / "report"
 
 
-def cost_us(num_classes: int = 1000, side: int = 224) -> dict[str, float]:
-    """Time that the statistics of one image take, and for comparison its decoding, in microseconds."""
-    transform = transform_for(side, resize_ratio=256 / 224)
-    images = np.random.default_rng(0).standard_normal((1, 3, side, side), np.float32)
-    logits = np.random.default_rng(0).standard_normal((1, num_classes), np.float32)
-    file = io.BytesIO()
-    noise = np.random.default_rng(0).integers(0, 256, (48, 64, 3), np.uint8)
-    Image.fromarray(noise).resize((640, 480)).save(file, "JPEG")
-    batches = ImageBatches(transform, 1)
-
-    def once(function: Callable[[], object]) -> float:
-        return 1e6 * min(timeit.repeat(function, number=20, repeat=10)) / 20
-
-    return {
-        "image_statistics_us": once(lambda: image_statistics(images, transform)),
-        "confidence_us": once(lambda: confidences_and_entropies(logits)),
-        "decoding_us": once(lambda: batches.load([file.getvalue()], ["image"])),
-    }
-
-
 @click.command()
 @click.option("--dataset", "folder", required=True, type=click.Path(exists=True, path_type=Path), help="Of preprocess.")
 @click.option("--model", default="model", type=click.Path(path_type=Path), help="Folder for the network; reused.")
@@ -237,7 +213,6 @@ def cost_us(num_classes: int = 1000, side: int = 224) -> dict[str, float]:
 def main(folder: Path, model: Path, results: Results) -> None:
     """Measure and write drift.json."""
     data = load(folder, DatasetManifest)
-    costs = cost_us()
     with tempfile.TemporaryDirectory() as temporary:
         bundle, report = (
             load(path, kind)
@@ -272,7 +247,6 @@ def main(folder: Path, model: Path, results: Results) -> None:
         "alarms_in_100_draws": sum(map(bool, draws)),
         "offline_alarms_pct": 100 * sum(offline) / (NUM_DRAWS * NUM_SPLITS),
         **{f"requests_until_alarm_{name}": max(each["requests"] for each in found) for name, found in changes.items()},
-        **costs,
     }
     results.write(
         "drift",
@@ -282,8 +256,7 @@ def main(folder: Path, model: Path, results: Results) -> None:
         f"{baseline.num_images} images. Changes begin in the middle of a window of {WINDOW} images, {NUM_REPEATS} "
         "times each; requests_until_alarm is the most images that were needed: darker (0.8 times), blur (Gaussian, 1 "
         "px), mix (half of the classes three times as frequent as the others). An alarm is what the sample rule asks, "
-        "without its waiting. offline_alarms_pct: 100 draws of each of 20 random halves. *_us: one image of 224 px "
-        "and 1,000 classes, and decoding one of 640 x 480 for comparison; other work ran beside it.",
+        "without its waiting. offline_alarms_pct: 100 draws of each of 20 random halves.",
     )
 
 

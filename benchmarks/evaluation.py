@@ -8,7 +8,6 @@ Runs once per number of GPUs: one, two, four, as many as there are.
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,28 +50,18 @@ def main(bundle: Path, dataset: Path, results: Results) -> None:
     runs: list[Any] = [turns]
     if len(gpus_alike()) > 1:
         one.close()
-        several, opening, loading = [], [], []
-        for _ in range(_TURNS):
-            devices, opening_s = _opened(config, models, num_images)
-            several.append(_evaluate(config, devices, models, data, log))
-            loading.append(_loaders_s(models, data, len(devices)))
-            for device in devices:
-                device.close()
-            opening.append({"one GPU": _opened(config, models, num_images, close=True)[1], "all GPUs": opening_s})
-        measures["opening_seconds"] = statistics.median(times["one GPU"] for times in opening)
-        measures["opening_seconds_all_gpus"] = statistics.median(times["all GPUs"] for times in opening)
-        measures["loader_seconds_all_gpus"] = statistics.median(loading)
-        measures["num_gpus"] = float(len(gpus_alike()))
+        devices = open_devices(config, models, num_images)
+        several = [_evaluate(config, devices, models, data, log) for _ in range(_TURNS)]
+        measures["num_gpus"] = float(len(devices))
         measures["evaluation_seconds_all_gpus"] = statistics.median(several)
         measures["one_gpu_over_all_gpus"] = seconds["evaluation"] / measures["evaluation_seconds_all_gpus"]
-        runs.append({"evaluation on all GPUs": several, "opening": opening, "loader on all GPUs": loading})
+        runs.append({"evaluation on all GPUs": several})
     precisions = ", ".join(selection.precision for selection in one.selections if selection.runner is not None)
     notes = (
         f"{models.manifest.architecture} at {models.manifest.shapes.height} px, {precisions}, from shards to "
         "predictions. Loader: the same batches, decoded and thrown away. Engines: all images at the throughput of the "
         f"largest batch, copies included, summed over the precisions. Medians of {_TURNS} turns, one after the other. "
-        "Engines are open before; opening them, on one GPU and on all at the same time, is measured by itself, and "
-        "so are loaders on all GPUs at once."
+        "Engines are open before."
     )
     results.write(
         f"evaluation_{models.manifest.architecture}",
@@ -82,29 +71,19 @@ def main(bundle: Path, dataset: Path, results: Results) -> None:
     )
 
 
-def _loader_s(
-    models: Artifact[BundleManifest], data: Artifact[DatasetManifest], gpu: int = 0, num_gpus: int = 1
-) -> float:
+def _loader_s(models: Artifact[BundleManifest], data: Artifact[DatasetManifest]) -> float:
     started = time.perf_counter()
     for _ in Loader(
         data,
         "val",
         models.manifest.transform,
         batch_size=models.manifest.shapes.max_batch,
-        shard_id=gpu,
-        num_shards=num_gpus,
-        device_id=gpu,
-        num_threads=max(1, num_cores() // num_gpus),
+        device_id=0,
+        num_threads=num_cores(),
     ):
         pass
-    torch.cuda.synchronize(gpu)
+    torch.cuda.synchronize(0)
     return time.perf_counter() - started
-
-
-def _loaders_s(models: Artifact[BundleManifest], data: Artifact[DatasetManifest], num_gpus: int) -> float:
-    """Of loaders that share the images and the host's cores, until the last has ended."""
-    with ThreadPoolExecutor(num_gpus) as pool:
-        return max(pool.map(lambda gpu: _loader_s(models, data, gpu, num_gpus), range(num_gpus)))
 
 
 def _engines_s(selections: Sequence[RuntimeSelection], models: Artifact[BundleManifest], num_images: int) -> float:
@@ -114,18 +93,6 @@ def _engines_s(selections: Sequence[RuntimeSelection], models: Artifact[BundleMa
             timing = selection.runner.measure(batch_size, warmup_s=0.2, duration_s=1.0, min_iterations=20)
             seconds += num_images / timing.images_per_s
     return seconds
-
-
-def _opened(
-    config: ValidateConfig, models: Artifact[BundleManifest], num_images: int, *, close: bool = False
-) -> tuple[list[OpenedDevice], float]:
-    """All devices and the seconds until they were open; or those of one, closed again."""
-    started = time.perf_counter()
-    devices = open_devices(config, models, num_images, max_gpus=1 if close else 0)
-    seconds = time.perf_counter() - started
-    for device in devices if close else ():
-        device.close()
-    return devices, seconds
 
 
 def _evaluate(

@@ -1,4 +1,4 @@
-"""Near-duplicates in preprocess: recall and precision on changed textures, the cost, and what leaves the digits.
+"""Near-duplicates in preprocess: recall and precision on changed textures, and the cost.
 
 python -m benchmarks.near_duplicates --machine cpu-2core
 """
@@ -21,10 +21,8 @@ from PIL import Image, ImageEnhance, ImageOps
 from benchmarks.packing import _preprocess
 from benchmarks.results import Results, result_options
 from components.common.contracts.environment import num_cores
-from components.common.contracts.manifests import DatasetManifest, load
 from components.preprocess.decoding import THUMBNAIL_SIDE, gray_thumbnail
 from components.preprocess.near_duplicates import find_near_pairs
-from enginery.datasets.digits import write_digits
 from enginery.datasets.textures import texture_jpeg, write_textures
 from tests.fuzz.running import peak_bytes
 
@@ -95,8 +93,6 @@ def main(
     with tempfile.TemporaryDirectory(prefix="enginery-near-") as scratch:
         originals, changed = _textures(thumbnails or Path(scratch, "thumbnails.npz"), num_images, num_changed, seed)
         found = _found(originals, changed)
-        thumbnail_us = statistics.median(_thumbnail_us() for _ in range(5))
-        digits = _digits(Path(scratch))
         packing = {}
         for size in (_SIZE, _LARGE):
             data = Path(scratch, f"textures_{size}")
@@ -132,7 +128,6 @@ def main(
             "near_duplicate_precision": found["precision_resize_recompression"],
             "precision_all_kinds": found["precision"],
             **{f"recall_{kind}": value for kind, value in recall.items()},
-            "digits_left_out": digits["num_left_out"],
             "num_images": whole["num_images"],
             "num_aligned": whole["num_aligned"],
             "search_seconds": whole["seconds"],
@@ -140,11 +135,10 @@ def main(
             "search_seconds_over_a_quarter": whole["seconds"] / quarter["seconds"],
             "memory_bytes_per_image": growth,
             "disk_bytes_per_image": THUMBNAIL_SIDE**2,
-            "thumbnail_us": thumbnail_us,
             **over,
             **{f"imagenet_{name}_cpu_seconds": seconds for name, seconds in imagenet_s.items()},
         },
-        runs=[found, digits, *({"data": name, **run} for name, runs in packing.items() for run in runs)],
+        runs=[found, *({"data": name, **run} for name, runs in packing.items() for run in runs)],
         notes=(
             f"{num_images:,} textures of seed {seed} and {_SIZE} px in {_NUM_CLASSES} classes are the training split; "
             f"{num_changed:,} others of them for each kind, changed, are the validation split. Resize: by 0.5 to 2, "
@@ -154,9 +148,8 @@ def main(
             f"of seeds 1 and 2 and on the digits. Packing: {packed:,} textures of {_SIZE} px and of {_LARGE} px, "
             f"medians of {turns} turns; CPU seconds are those of all processes. ImageNet: {_IMAGENET:,} times the CPU "
             f"seconds of an image: in packing at {_LARGE} px, in what near-duplicates add to it there, and in the "
-            f"search among {whole['num_images']:,}. A thumbnail by itself, of an image just used, is faster than in "
-            "packing. Memory: growth of the process from a quarter of the images to all, with the pages of the file of "
-            "thumbnails." + (f" Beside it ran: {beside}." if beside else "")
+            f"search among {whole['num_images']:,}. Memory: growth of the process from a quarter of the images to all, "
+            "with the pages of the file of thumbnails." + (f" Beside it ran: {beside}." if beside else "")
         ),
     )
 
@@ -254,24 +247,6 @@ def _packing(data: Path, work: Path, turns: int) -> list[dict[str, float]]:
         )
         print(runs[-1], flush=True)
     return runs
-
-
-def _thumbnail_us() -> float:
-    """Microseconds of one core for the thumbnail of an image of 500x375 pixels."""
-    image = Image.effect_noise((500, 375), 50).convert("RGB")
-    started = time.process_time()
-    for _ in range(1000):
-        gray_thumbnail(image)
-    return 1e3 * (time.process_time() - started)
-
-
-def _digits(scratch: Path) -> dict[str, int]:
-    """What preprocess leaves out of the digits, by default."""
-    write_digits(scratch / "digits")
-    _preprocess(scratch / "digits", scratch / "work")
-    found = load(scratch / "work", DatasetManifest).manifest.near_duplicates
-    assert found is not None
-    return found.model_dump()
 
 
 if __name__ == "__main__":

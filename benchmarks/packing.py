@@ -1,4 +1,4 @@
-"""preprocess against `tar` and a full decode of every image on the same cores, and its memory at ten times the images.
+"""preprocess against `tar` and a full decode of every image on the same cores.
 
 python -m benchmarks.packing --machine cpu-2core
 """
@@ -24,55 +24,43 @@ from components.common.contracts.environment import num_cores
 from components.common.contracts.manifests import DatasetManifest, load
 
 _CLASSES = 10
+_SIZE = 500, 375  # px
 _VARIANTS = 50  # different images, which are mixed
 
 
 @click.command()
 @click.option("--num-images", default=10000, show_default=True, help="Of 500x375 pixels.")
-@click.option("--memory-images", default="2000,20000", show_default=True, help="Of 64x64 pixels, for peak memory.")
 @click.option("--turns", default=3, show_default=True, help="Of both sides, one after the other.")
 @result_options
-def main(num_images: int, memory_images: str, turns: int, results: Results) -> None:
+def main(num_images: int, turns: int, results: Results) -> None:
     runs = []
     with tempfile.TemporaryDirectory(prefix="enginery-packing-") as scratch:
         data, work = Path(scratch, "data"), Path(scratch, "work")
-        size_bytes = _write_images(data, num_images, 500, 375)
+        size_bytes = _write_images(data, num_images)
         for _ in range(turns):
             seconds = {"peer": _peer_s(data, work), "preprocess": _preprocess(data, work)["seconds"]}
             runs.append({name: round(value, 3) for name, value in seconds.items()})
             print(runs[-1], flush=True)
-        shutil.rmtree(data)
-        peaks = []
-        for number in memory_images.split(","):
-            _write_images(data, int(number), 64, 64)
-            peaks.append(_preprocess(data, work)["peak_mib"])
-            runs.append({"num_images": int(number), "peak_mib": round(peaks[-1], 1)})
-            print(runs[-1], flush=True)
-            shutil.rmtree(data)
-    peer, ours = (num_images / statistics.median(run[name] for run in runs[:turns]) for name in ("peer", "preprocess"))
+    peer, ours = (num_images / statistics.median(run[name] for run in runs) for name in ("peer", "preprocess"))
     results.write(
         "packing",
         measures={
             "preprocess_images_per_s": ours,
             "tar_and_decode_images_per_s": peer,
             "preprocess_over_tar_and_decode": ours / peer,
-            "peak_memory_last_over_first": peaks[-1] / peaks[0],
-            "mib_per_1000_more_images": (peaks[-1] - peaks[0])
-            / (int(memory_images.split(",")[-1]) - int(memory_images.split(",")[0]))
-            * 1000,
         },
         runs=runs,
         notes=(
             f"{num_images} JPEG files, 500x375 pixels, {size_bytes / num_images / 1e3:.0f} kB each. Peer: `tar` of the "
             "folder, then Pillow decodes every file in a process per core. Both sides read from the page cache and "
-            "count the start of their processes. Medians of turns; peak memory is that of the largest process, once."
+            "count the start of their processes. Medians of turns."
         ),
     )
 
 
-def _write_images(folder: Path, num_images: int, width: int, height: int) -> int:
+def _write_images(folder: Path, num_images: int) -> int:
     """Write JPEG files of noise over waves, which compress like photographs. Returns their size in bytes."""
-    random, total = np.random.default_rng(0), 0
+    random, total, (width, height) = np.random.default_rng(0), 0, _SIZE
     y, x = np.mgrid[0:height, 0:width]
     images = []
     for _ in range(_VARIANTS):
@@ -113,14 +101,14 @@ def _decode(file: Path) -> bool:
 
 
 def _preprocess(data: Path, work: Path, *options: str) -> dict[str, float]:
-    """Run the step. Returns its seconds, the CPU seconds of its processes, and the peak memory of the largest."""
+    """Run the step. Returns its seconds and the CPU seconds of its processes."""
     shutil.rmtree(work, ignore_errors=True)
     command = [sys.executable, "-m", "components.preprocess", "--data", str(data), "--output", str(work), *options]
     code = (
         "import json, resource, subprocess, sys, time; started = time.perf_counter(); "
         "subprocess.run(sys.argv[1:], check=True, stderr=subprocess.DEVNULL); "
         "used = resource.getrusage(resource.RUSAGE_CHILDREN); "
-        "print(json.dumps({'seconds': time.perf_counter() - started, 'peak_mib': used.ru_maxrss / 1024, "
+        "print(json.dumps({'seconds': time.perf_counter() - started, "
         "'cpu_seconds': used.ru_utime + used.ru_stime}))"
     )
     output = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True).stdout

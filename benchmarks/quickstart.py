@@ -43,13 +43,8 @@ def main(repeat: int, limit: tuple[str, ...], results: Results) -> None:
     }
     for index, step in enumerate(runs[0]["steps"]):
         measures[f"{step['name']}_seconds"] = _median(run["steps"][index]["seconds_total"] for run in runs)
-    for name in runs[0]["shares_pct"]:
-        measures[f"{name}_share_pct"] = _median(run["shares_pct"][name] for run in runs)
-        click.echo(f"{name:>10} {measures[f'{name}_share_pct']:5.1f} %")
     notes = (
-        "Shares of the wall time: each step's own work, and of all steps together imports, MLflow and overhead. "
-        "Overhead: wall time between steps that is neither work nor imports nor MLflow. "
-        "The parent's start and end are not in it: seconds_parent in runs. "
+        "Overhead: wall time of the steps that is neither work nor imports nor MLflow. "
         f"Medians over {len(runs)} {'run' if len(runs) == 1 else 'runs'}."
     )
     results.write("quickstart", measures=measures, runs=runs, notes=notes)
@@ -72,16 +67,11 @@ def _run(seed: int, own: str) -> dict[str, Any]:
         seconds_wall = time.perf_counter() - started
         summary = load_summary(summary_file)
     steps = [{**step.model_dump(mode="json"), "seconds_overhead": step.seconds_overhead} for step in summary.steps]
-    seconds = {step["name"]: step["seconds_work"] for step in steps}
-    seconds |= {name: sum(step[f"seconds_{name}"] for step in steps) for name in ("imports", "tracking", "overhead")}
-    seconds["parent"] = seconds_wall - sum(step["seconds_total"] for step in steps)
     return {
         "seed": seed,
         "instruction_set": own or instruction_set(),
         "seconds_wall": seconds_wall,
-        "shares_pct": {name: 100 * value / seconds_wall for name, value in seconds.items()},
-        "seconds_overhead": seconds["overhead"],
-        "seconds_parent": seconds["parent"],
+        "seconds_overhead": sum(step["seconds_overhead"] for step in steps),
         "steps": steps,
         "rows": [row.model_dump(mode="json") for row in summary.rows],
         "checks": [check.model_dump(mode="json") for check in summary.checks],

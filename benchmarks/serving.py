@@ -1,4 +1,4 @@
-"""Cost of Triton over the runner, gain of dynamic batching, and behaviour under load.
+"""Cost of Triton over the runner, gain of dynamic batching, and the knee.
 
     python -m benchmarks.serving --source digits-resnet50@champion --bundle DIR --machine cpu-2core
 
@@ -8,7 +8,6 @@ benchmarks/soak.py holds 80 % of the knee that is found here.
 
 import asyncio
 import multiprocessing
-import signal
 import statistics
 import subprocess
 import sys
@@ -21,11 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-import psutil
 
 from benchmarks.results import Results, result_options
-from components.common.contracts.errors import EngineryError
-from components.common.contracts.manifests import Artifact, BundleManifest, load, write_atomically
+from components.common.contracts.manifests import Artifact, BundleManifest, load
 from components.common.runtimes.openvino import OpenVINORunner
 from enginery.serving.client.client import AsyncClient, Client
 from enginery.serving.client.transport import RetryPolicy, ServingError
@@ -72,9 +69,7 @@ def main(bundle: Path, results: Results, **options: Any) -> None:
         version = _triton_version()
         measures = _speed(setup, runs)
         test = _load_test(setup)
-        write_atomically(results.file("serving_loadtest"), test.model_dump_json(indent=1).encode())
         measures |= _knees(test)
-    measures |= _killed(setup, runs)
     notes = (
         f"{setup.bundle.manifest.architecture} at {setup.bundle.manifest.shapes.height} px, INT8 by OpenVINO. Server "
         f"(Triton {version}) on core {setup.server_core}, load generator on core {setup.client_core}, runner on core "
@@ -84,22 +79,21 @@ def main(bundle: Path, results: Results, **options: Any) -> None:
         f"{_BATCH}. "
         f"dynamic_batching_over_runner_gain: what {_CLIENTS} clients with one tensor each get with dynamic batching "
         f"over what they get without, divided by the runner's gain from batch 1 to {_BATCH}. Latency budget: p99 of "
-        f"{setup.budget_ms:g} ms. kill -9 came under 8 clients, and the server was started again at once."
+        f"{setup.budget_ms:g} ms."
     )
     results.write("serving", measures=measures, runs=runs, notes=notes)
 
 
 @contextmanager
 def served(
-    source: str, cores: Sequence[int], options: Sequence[str] = _OPTIONS, *, http_port: int = _HTTP, wait: bool = True
+    source: str, cores: Sequence[int], options: Sequence[str] = _OPTIONS, *, http_port: int = _HTTP
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """`enginery serve` on its cores, by default ready; for gRPC and metrics at the next two ports."""
+    """`enginery serve` on its cores, ready; for gRPC and metrics at the next two ports."""
     ports = [f"--{kind}-port={http_port + index}" for index, kind in enumerate(("http", "grpc", "metrics"))]
     command = [sys.executable, "-m", "enginery.cli.main", "serve", source, *options, *ports]
     process = subprocess.Popen(command, preexec_fn=lambda: bind(cores))
     try:
-        if wait:
-            _wait_until_ready(process, f"http://127.0.0.1:{http_port}")
+        _wait_until_ready(process, f"http://127.0.0.1:{http_port}")
         yield process
     finally:
         process.terminate()
@@ -235,57 +229,6 @@ def _knees(test: LoadTest) -> dict[str, float]:
         "knee_p99_ms": knees[0].p99_ms,
         "knee_images_per_s_without_batching": knees[1].images_per_s,
     }
-
-
-def _killed(setup: Setup, runs: list[Any]) -> dict[str, float]:
-    """kill -9 of Triton under load: what the clients see, and how long it takes until all is well again."""
-    with served(setup.source, [setup.server_core]) as process:
-        address = AsyncClient(URL).address
-        image = _an_image(setup)
-
-        async def go() -> dict[str, float]:
-            answers: list[float] = []
-            failures: list[str] = []
-            stop = asyncio.Event()
-
-            async def ask(client: AsyncClient) -> None:
-                while not stop.is_set():
-                    try:
-                        await client.classify(image)
-                        answers.append(time.monotonic())
-                    except EngineryError as error:
-                        failures.append(str(error))
-
-            async with AsyncClient(str(address), model=_NAME, retry=RetryPolicy(timeout_s=5, retry_s=120)) as client:
-                asking = [asyncio.create_task(ask(client)) for _ in range(8)]
-                await asyncio.sleep(3)
-                triton = next(p for p in psutil.Process(process.pid).children() if "tritonserver" in p.name())
-                killed = time.monotonic()
-                triton.send_signal(signal.SIGKILL)
-                await asyncio.to_thread(process.wait)
-                with served(setup.source, [setup.server_core], wait=False) as second:
-                    while not answers or answers[-1] < killed + 1:
-                        await asyncio.sleep(0.05)
-                        assert second.poll() is None
-                    first_again = next(when for when in answers if when > killed + 1)
-                    await asyncio.sleep(3)
-                    stop.set()
-                    await asyncio.gather(*asking)
-                    return {
-                        "kill_answers": float(len(answers)),
-                        "kill_failures": float(len(failures)),
-                        "kill_retries": float(client.num_retries),
-                        "kill_seconds_to_answer": first_again - killed,
-                    }
-
-        result = asyncio.run(go())
-    runs.append({"what": "kill -9", **result})
-    print(result, flush=True)
-    return result
-
-
-def _an_image(setup: Setup) -> bytes:
-    return generator.random_images(1, setup.bundle.manifest.shapes.height, setup.bundle.manifest.shapes.width)[0]
 
 
 def _triton_version() -> str:
