@@ -22,7 +22,7 @@ from components.common.data.loader import Batch
 from components.common.process.steplog import StepLog
 from components.common.runtimes.runner import Runner
 from components.common.runtimes.torch import TorchRunner
-from components.common.tasks.predictions import Drop, Predictions
+from components.common.tasks.predictions import Predictions, ScoreDrop, Top1Drop
 from components.export.calibration import MIN_SELECTION_IMAGES, Samples
 from components.export.config import ExportConfig
 from components.export.placement import Graph, float_graph, node_id, quantized_reads
@@ -262,7 +262,7 @@ class Budget:
         """
         return self.allows(own.drop(fp32, num_images), fp32.score_pct)
 
-    def allows(self, drop: Drop, fp32_pct: float) -> bool:
+    def allows(self, drop: ScoreDrop | Top1Drop, fp32_pct: float) -> bool:
         """See `holds`; `fp32_pct` is FP32's score."""
         allowed = min(self.max_drop_points, (1 - self.min_relative_score_pct / 100) * fp32_pct)
         points = drop.points

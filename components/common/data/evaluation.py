@@ -5,19 +5,18 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-from PIL import Image
 
 from components.common.contracts.records import PairedComparison
-from components.common.contracts.statistics import drop_upper, mcnemar, paired_difference
+from components.common.contracts.statistics import mcnemar, paired_difference
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.baseline import image_statistics
 from components.common.runtimes.runner import Runner, to_numpy
 from components.common.tasks import TASKS, predictions_of
-from components.common.tasks.predictions import ByClass, Predictions, class_divergence
+from components.common.tasks.predictions import ByClass, Predictions, Top1Drop
 
 if TYPE_CHECKING:  # torch and DALI, which the image of promote has not
     from components.common.data.loader import Batch
@@ -33,7 +32,7 @@ def _nothing() -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassPredictions:
+class ClassPredictions(Predictions):
     """The best classes of every image, in the loader's order.
 
     This is all that grows with the number of images: 2 k + 8 bytes each (18 for five classes or more), 4 k + 8 where
@@ -59,12 +58,6 @@ class ClassPredictions:
             confidences=confidences.astype(np.float32),
             entropies=entropies.astype(np.float32),
         )
-
-    @classmethod
-    def join(cls, parts: Sequence[Self]) -> Self:
-        """See Predictions."""
-        names = [entry.name for entry in fields(cls)]
-        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
     @property
     def num_images(self) -> int:
@@ -106,11 +99,6 @@ class ClassPredictions:
         bins = np.clip(np.ceil(confidences * NUM_BINS).astype(int) - 1, 0, NUM_BINS - 1)  # [N]
         return 100 * float(np.abs(np.bincount(bins, confidences - self.right)).sum()) / len(confidences)
 
-    @property
-    def score_low_pct(self) -> None:
-        """See Predictions."""
-        return None
-
     def measures(self) -> dict[str, float | tuple[float, ...] | None]:
         """See Predictions."""
         return {"top5_pct": self.top5_pct, "ece_pct": self.ece_pct}
@@ -124,10 +112,6 @@ class ClassPredictions:
         """See Predictions."""
         return num_classes - len(np.unique(self.labels))
 
-    def agreement_pct(self, other: Self) -> float:
-        """Share of images on which both predict the same class, in per cent."""
-        return 100.0 * (1 - self.num_differing(other) / self.num_images)
-
     def num_differing(self, other: Self) -> int:
         """Images of which both predict different classes."""
         return int((self.top[:, 0] != other.top[:, 0]).sum())
@@ -140,10 +124,6 @@ class ClassPredictions:
     def described(self, place: int, classes: tuple[str, ...]) -> tuple[str, str]:
         """See Predictions."""
         return classes[self.labels[place]], class_name(classes, int(self.top[place, 0]))
-
-    def picture(self, image: Image.Image, transform: TransformSpec, fp32: Self, place: int) -> Image.Image:
-        """See Predictions: the image itself."""
-        return image
 
     def select(self, which: "slice | np.ndarray") -> Self:
         """The classes that were predicted of some images, and their labels."""
@@ -176,21 +156,13 @@ class ClassPredictions:
             p_values=np.array(p_values),
         )
 
-    @staticmethod
-    def divergence(expected: np.ndarray, actual: np.ndarray) -> float:
-        """See Predictions."""
-        return class_divergence(expected, actual)
-
     def arrays(self) -> dict[str, np.ndarray]:
         """See Predictions: [N, k] int16 or int32 classes, and the labels."""
         return {"": self.top, "labels": self.labels}
 
-    def drop(self, fp32: Self, num_images: int) -> "Top1Drop":
+    def drop(self, fp32: Self, num_images: int) -> Top1Drop:
         """The drop in top-1 against FP32, on so many images at best; on these where they are as many."""
-        found = self.comparison(fp32)
-        total = max(num_images, found.num_images)
-        num_lost, num_gained = _at_best(found, total)
-        return Top1Drop(num_images=total, num_lost=num_lost, num_gained=num_gained)
+        return Top1Drop.of(self.comparison(fp32), num_images)
 
 
 NO_CLASS = "nothing (NaN)"  # in place of a class, where the logits held NaN
@@ -199,45 +171,6 @@ NO_CLASS = "nothing (NaN)"  # in place of a class, where the logits held NaN
 def class_name(classes: tuple[str, ...], index: int) -> str:
     """The name of a predicted class; -1 is none."""
     return classes[index] if index >= 0 else NO_CLASS
-
-
-_Z_HOPELESS = 2.0  # standard deviations: one in 44 of the candidates that would hold is given up each time
-
-
-@dataclass(frozen=True, kw_only=True)
-class Top1Drop:
-    """Images lost and gained against FP32, which need not be whole numbers."""
-
-    num_images: int
-    num_lost: float
-    num_gained: float
-
-    @property
-    def points(self) -> float:
-        """The drop in percentage points; negative for a gain."""
-        return 100 * (self.num_lost - self.num_gained) / self.num_images
-
-    def proved(self, num_images: int, allowed_points: float) -> float:
-        """The upper end of the one-sided 95 % interval of the drop on so many images, with the same shares of them.
-
-        The drop itself where so few images can't prove any drop to be within `allowed_points`.
-        """
-        if drop_upper(num_images, 0, 0) > allowed_points:
-            return self.points
-        times = num_images / self.num_images
-        return drop_upper(num_images, round(times * self.num_lost), round(times * self.num_gained))
-
-
-def _at_best(found: PairedComparison, num_images: int) -> tuple[float, float]:
-    """Images lost and gained, of `num_images`, when the rest turns out as well as one in 44 times."""
-    times = num_images / found.num_images
-    differing = times * (found.num_lost + found.num_gained)
-    # Of what is left and of the rates seen, each image lost or gained being as likely to be the other.
-    spread = math.sqrt(
-        times * (num_images - found.num_images) * (found.num_lost + found.num_gained + 1) / found.num_images
-    )
-    difference = times * (found.num_lost - found.num_gained) - _Z_HOPELESS * spread
-    return max((differing + difference) / 2, 0.0), max((differing - difference) / 2, 0.0)
 
 
 def predict(

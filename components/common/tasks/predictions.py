@@ -2,30 +2,15 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol, Self
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, Self
 
 import numpy as np
 from PIL import Image
 
 from components.common.contracts.records import PairedComparison
+from components.common.contracts.statistics import drop_upper
 from components.common.contracts.transforms import TransformSpec
-
-
-class Drop(Protocol):
-    """The drop of a score against FP32, as it may turn out at best on more images of the same kind."""
-
-    @property
-    def points(self) -> float:
-        """The drop in percentage points; negative for a gain."""
-        ...
-
-    def proved(self, num_images: int, allowed_points: float) -> float:
-        """The end of the one-sided 95 % interval of the drop on so many images, in points.
-
-        The drop itself where so few images can't prove any drop to be within `allowed_points`.
-        """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +36,11 @@ class Predictions(Protocol):
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
         """The predictions of all parts, one part after the other."""
-        ...
+        return joined(parts)
 
     @property
     def num_images(self) -> int:
         """Images predicted."""
-        ...
-
-    @property
-    def image_statistics(self) -> np.ndarray:
-        """[N, 3] float32: see `image_statistics` of the baseline; [0, 3] where they are not kept."""
         ...
 
     @property
@@ -76,7 +56,7 @@ class Predictions(Protocol):
     @property
     def score_low_pct(self) -> float | None:
         """The lower end of its one-sided 95 % interval; None for a share of images, which has an exact test."""
-        ...
+        return None
 
     @property
     def right(self) -> np.ndarray | None:
@@ -85,7 +65,7 @@ class Predictions(Protocol):
 
     def measures(self) -> dict[str, float | tuple[float, ...] | None]:
         """Further measures, by their field of AccuracyRow."""
-        ...
+        return {}
 
     def chance(self, classes: tuple[str, ...]) -> tuple[str, float]:
         """The class that is most frequent in the labels ("" where there is none to guess), and its score if guessed."""
@@ -97,7 +77,7 @@ class Predictions(Protocol):
 
     def agreement_pct(self, other: Self) -> float:
         """Share of predictions that are equal, in per cent."""
-        ...
+        return 100.0 * (1 - self.num_differing(other) / self.num_images)
 
     def num_differing(self, other: Self) -> int:
         """Images whose predictions differ."""
@@ -113,7 +93,7 @@ class Predictions(Protocol):
 
     def picture(self, image: Image.Image, transform: TransformSpec, fp32: Self, place: int) -> Image.Image:
         """An image of which predictions differ, RGB, with label and predictions where a picture can show them."""
-        ...
+        return image
 
     def select(self, which: "slice | np.ndarray") -> Self:
         """Those of some images."""
@@ -130,15 +110,24 @@ class Predictions(Protocol):
     @staticmethod
     def divergence(expected: np.ndarray, actual: np.ndarray) -> float:
         """How much the outputs of two models say otherwise, in nats, averaged over all that they say; 0 for equal."""
-        ...
+        return class_divergence(expected, actual)
 
-    def drop(self, fp32: Self, num_images: int) -> Drop:
+    def drop(self, fp32: Self, num_images: int) -> "ScoreDrop | Top1Drop":
         """The drop against FP32, on so many images at best; on these where they are as many."""
         ...
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Arrays of predictions.npz by name: "" is of these predictions alone, the rest is equal for all."""
         ...
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Dataclasses of arrays, or of such dataclasses: every array of all parts, one part after the other."""
+    found = {}
+    for entry in fields(parts[0]):
+        values = [getattr(part, entry.name) for part in parts]
+        found[entry.name] = np.concatenate(values) if isinstance(values[0], np.ndarray) else joined(values)
+    return type(parts[0])(**found)
 
 
 def class_divergence(expected: np.ndarray, actual: np.ndarray) -> float:
@@ -205,9 +194,50 @@ def p_of(delta: float, std: float) -> float:
     return math.erfc(abs(delta) / std / math.sqrt(2)) if std > 0 else 1.0
 
 
+_Z_HOPELESS = 2.0  # standard deviations: one in 44 of the candidates that would hold is given up each time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Top1Drop:
+    """Images lost and gained against FP32, which need not be whole numbers."""
+
+    num_images: int
+    num_lost: float
+    num_gained: float
+
+    @classmethod
+    def of(cls, found: PairedComparison, num_images: int) -> Self:
+        """The drop on `num_images` images, of which these are the first, when the rest turns out as one in 44 times."""
+        total = max(num_images, found.num_images)
+        times = total / found.num_images
+        differing = times * (found.num_lost + found.num_gained)
+        # Of what is left and of the rates seen, each image lost or gained being as likely to be the other.
+        spread = math.sqrt(
+            times * (total - found.num_images) * (found.num_lost + found.num_gained + 1) / found.num_images
+        )
+        difference = times * (found.num_lost - found.num_gained) - _Z_HOPELESS * spread
+        lost, gained = (max((differing + sign * difference) / 2, 0.0) for sign in (1, -1))
+        return cls(num_images=total, num_lost=lost, num_gained=gained)
+
+    @property
+    def points(self) -> float:
+        """The drop in percentage points; negative for a gain."""
+        return 100 * (self.num_lost - self.num_gained) / self.num_images
+
+    def proved(self, num_images: int, allowed_points: float) -> float:
+        """The upper end of the one-sided 95 % interval of the drop on so many images, with the same shares of them.
+
+        The drop itself where so few images can't prove any drop to be within `allowed_points`.
+        """
+        if drop_upper(num_images, 0, 0) > allowed_points:
+            return self.points
+        times = num_images / self.num_images
+        return drop_upper(num_images, round(times * self.num_lost), round(times * self.num_gained))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScoreDrop:
-    """A drop of which the standard deviation is known, on so many images."""
+    """A drop in score against FP32 of which the standard deviation is known, on so many images."""
 
     num_images: int
     points: float
@@ -219,10 +249,10 @@ class ScoreDrop:
         total = max(num_images, found.num_images)
         std = (found.std_points or 0.0) * math.sqrt(found.num_images / total)
         spread = math.sqrt(max((found.std_points or 0.0) ** 2 - std**2, 0.0))  # between these and all of them
-        return cls(num_images=total, points=-found.delta_points - 2.0 * spread, std_points=std)
+        return cls(num_images=total, points=-found.delta_points - _Z_HOPELESS * spread, std_points=std)
 
     def proved(self, num_images: int, allowed_points: float) -> float:
-        """See Drop: a smaller drop has a smaller deviation, so that any number of images can prove one."""
+        """See Top1Drop: a smaller drop has a smaller deviation, so that any number of images can prove one."""
         return self.points + _Z * self.std_points * math.sqrt(self.num_images / num_images)
 
 
@@ -238,11 +268,6 @@ class ByDraws:
     def per_image(self) -> np.ndarray:
         """[N] scores in per cent of each image alone."""
         raise NotImplementedError
-
-    @property
-    def image_statistics(self) -> np.ndarray:
-        """None are kept."""
-        return np.zeros((0, 3), np.float32)
 
     @property
     def right(self) -> None:

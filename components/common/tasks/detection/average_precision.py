@@ -5,8 +5,7 @@ Equal to pycocotools 2.0 at area "all" and 100 detections per image.
 Source: Lin et al., "Microsoft COCO: Common Objects in Context", 2014, and the COCO API's cocoeval.py.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
@@ -72,12 +71,6 @@ class Matches:
     classes: np.ndarray  # [D] int16
     found: np.ndarray  # [D, 10] int8: see `match`
     num_objects: np.ndarray  # [N, classes] int32: of each image and class, without ignored ones
-
-    @classmethod
-    def join(cls, parts: Sequence[Self]) -> Self:
-        """Those of all parts, one part after the other."""
-        names = [entry.name for entry in fields(cls)]
-        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
     @property
     def num_images(self) -> int:

@@ -1,7 +1,6 @@
 """Predictions of boxes: detections after suppression, which of them are right, and the objects of the labels."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
@@ -13,7 +12,7 @@ from components.common.data.image_files import as_seen
 from components.common.tasks.detection.average_precision import FOUND, WRONG, Matches, match, mean_precision, rows_of
 from components.common.tasks.detection.boxes import NUM_BOX_VALUES, detect, overlap_of_pairs
 from components.common.tasks.pictures import beside, palette
-from components.common.tasks.predictions import ByClass, ByDraws, draws, p_of
+from components.common.tasks.predictions import ByClass, ByDraws, Predictions, draws, p_of
 
 SURE = 0.3
 """The score from which a detection is shown, counted in an image, and compared with another model's. mAP takes all."""
@@ -26,7 +25,7 @@ _SPREAD = 0.1  # of an edge, as a share of the object's side: the scale of its L
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoxPredictions(ByDraws):
+class BoxPredictions(ByDraws, Predictions):
     """Each image's part of mAP: up to 100 detections of 32 bytes, its objects, and 4 bytes a class.
 
     An image alone is measured by the F1 of its detections that are SURE, with an overlap of 0.5: mAP has no share of an
@@ -65,13 +64,6 @@ class BoxPredictions(ByDraws):
             object_counts=real.sum(axis=1, dtype=np.int32),
             undefined=undefined,
         )
-
-    @classmethod
-    def join(cls, parts: Sequence[Self]) -> Self:
-        """See Predictions."""
-        names = [entry.name for entry in fields(cls) if entry.name != "matches"]
-        arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-        return cls(matches=Matches.join([part.matches for part in parts]), **arrays)
 
     @property
     def num_images(self) -> int:

@@ -1,6 +1,5 @@
 """Predictions of masks: counts of pixels by image and class, and a coarse grid of the masks themselves."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -10,7 +9,7 @@ from PIL import Image
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.image_files import as_seen
 from components.common.tasks.pictures import beside, coloured
-from components.common.tasks.predictions import ByClass, ByDraws, class_divergence, draws, p_of
+from components.common.tasks.predictions import ByClass, ByDraws, Predictions, draws, p_of
 from components.common.tasks.segmentation import VOID
 
 _GRID = 64  # rows and columns of a mask that are kept
@@ -19,7 +18,7 @@ _EPSILON = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskPredictions(ByDraws):
+class MaskPredictions(ByDraws, Predictions):
     """Each image's part of mIoU: its pixels by class. 12 bytes a class and 8 KB an image.
 
     mIoU is the mean over classes of intersection over union, both summed over all images: see Everingham et al., "The
@@ -53,12 +52,6 @@ class MaskPredictions(ByDraws):
             labels=labels[places].astype(np.uint8),
         )
 
-    @classmethod
-    def join(cls, parts: Sequence[Self]) -> Self:
-        """See Predictions."""
-        names = [entry.name for entry in fields(cls)]
-        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
-
     @property
     def num_images(self) -> int:
         """Images predicted."""
@@ -84,10 +77,6 @@ class MaskPredictions(ByDraws):
         """[N] the mIoU of each image alone, over classes that its label shows; 100 where it shows none."""
         shows_any = (self.pixels[..., 2] > 0).any(axis=1)
         return np.where(shows_any, _mean(_ious(self.pixels)), 100.0)
-
-    def measures(self) -> dict[str, float | tuple[float, ...] | None]:
-        """See Predictions: none but the score."""
-        return {}
 
     def chance(self, classes: tuple[str, ...]) -> tuple[str, float]:
         """See Predictions: the mIoU of a mask that is this class everywhere."""
@@ -144,11 +133,6 @@ class MaskPredictions(ByDraws):
             num_gained=(image_own > image_fp32).sum(axis=0),
             p_values=np.array([p_of(*pair) if pair[1] > 0 else np.nan for pair in zip(deltas, stds, strict=True)]),
         )
-
-    @staticmethod
-    def divergence(expected: np.ndarray, actual: np.ndarray) -> float:
-        """See Predictions: averaged over pixels."""
-        return class_divergence(expected, actual)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """See Predictions: [N, classes, 3] int32, of which the score and its interval follow."""
