@@ -18,6 +18,7 @@ from components.common.contracts.records import DatasetStatistics, Split
 from components.common.contracts.settings import fingerprinted, how_to_set
 from components.common.data.image_files import read_listing
 from components.common.process.steplog import StepLog
+from components.common.tasks import TASKS
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.data_card import (
     DATA_CARD,
@@ -214,23 +215,28 @@ def check_rejected(config: PreprocessConfig, packed: Sequence[Packed], output: P
     if not num_rejected:
         return
     first = next(entries_of(output / REJECTED))
-    example = f"{first['path']}: {first['reason']}"
-    where = f"All are listed in {output / REJECTED}"
-    if config.on_bad == "fail":
-        raise UserError(
-            f"{num_rejected} of {num_files} files are no usable image, such as {example}, and on_bad is fail. "
-            f"{where}. Fix or remove them, or leave them out with {how_to_set('preprocess', 'on_bad', 'skip')}",
-            code="unusable-files",
-            setting="preprocess.on_bad",
-        )
-    if num_rejected > config.max_bad_fraction * num_files:
-        raise UserError(
-            f"{num_rejected} of {num_files} files are no usable image, more than max_bad_fraction = "
-            f"{config.max_bad_fraction:g} allows, such as {example}. {where}. Fix or remove them, or allow more, "
-            f"up to 1, with {how_to_set('preprocess', 'max_bad_fraction', 'SHARE')}; merge has this option, too",
-            code="unusable-files",
-            setting="preprocess.max_bad_fraction",
-        )
+    said = f"{num_rejected} of {num_files} files are no usable image, such as {first['path']}: {first['reason']}"
+    check_share(config, num_rejected, num_files, said, output / REJECTED, "unusable-files")
+
+
+def check_share(config: PreprocessConfig, num_bad: int, total: int, said: str, listing: Path, code: str) -> None:
+    """See that the step may leave out what can't be used, so many of `total`; `said` tells of it, with an example.
+
+    Raises:
+        UserError: it may not.
+    """
+    fails = config.on_bad == "fail"
+    if num_bad <= (0 if fails else config.max_bad_fraction * total):
+        return
+    setting, value = ("on_bad", "skip") if fails else ("max_bad_fraction", "SHARE")
+    limit = "on_bad is fail" if fails else f"max_bad_fraction is {config.max_bad_fraction:g}"
+    merges = not fails and not TASKS[config.task].of_text
+    raise UserError(
+        f"{said}, and {limit}. {listing} lists all. Correct or remove them, or leave them out with "
+        f"{how_to_set('preprocess', setting, value)}{'; merge has this option, too' if merges else ''}",
+        code=code,
+        setting=f"preprocess.{setting}",
+    )
 
 
 def _annotation_line(config: PreprocessConfig, packed: Sequence[Packed], finder: IssueFinder, output: Path) -> str:
@@ -251,14 +257,7 @@ def _annotation_line(config: PreprocessConfig, packed: Sequence[Packed], finder:
         f"({'; '.join(f'{kind}: {number:,}' for kind, number in kinds.most_common(8))}), such as {first['annotation']} "
         f"of {first['path']}: {first['reason']}"
     )
-    if num_rejected and (config.on_bad == "fail" or num_rejected > config.max_bad_fraction * total):
-        setting = "on_bad" if config.on_bad == "fail" else "max_bad_fraction"
-        raise UserError(
-            f"{line}. {listing} lists all. Correct them, or leave them out with "
-            f"{how_to_set('preprocess', 'on_bad', 'skip')} and {how_to_set('preprocess', 'max_bad_fraction', 'SHARE')}",
-            code="unusable-annotations",
-            setting=f"preprocess.{setting}",
-        )
+    check_share(config, num_rejected, total, line, listing, "unusable-annotations")
     return f"{line}. {REJECTED_ANNOTATIONS} lists all"
 
 
@@ -281,21 +280,27 @@ def _statistics(training: Sequence[ShardRecord], finder: IssueFinder) -> Dataset
 
 def report(artifact: Artifact[DatasetManifest], issues: Issues, log: StepLog) -> str:
     """Tell tracking and the user what is in a dataset. Returns one line on it."""
-    manifest = artifact.manifest
-    sizes = {f"num_{split}_images": float(info.num_images) for split, info in manifest.splits.items()}
-    log.metrics({**sizes, "num_rejected_files": float(manifest.num_rejected)})
+    listing = artifact.file(REJECTED)
+    warnings = [*([_left_out(listing)] if artifact.manifest.num_rejected else []), *issues.lines()]
+    return tell(artifact, ("images", "files"), f"{len(artifact.manifest.classes)} classes", warnings, log)
+
+
+def tell(
+    artifact: Artifact[DatasetManifest], units: tuple[str, str], content: str, warnings: Sequence[str], log: StepLog
+) -> str:
+    """Tell tracking and the user what is in a dataset, in units of what is used and of what is rejected."""
+    manifest, (unit, rejected) = artifact.manifest, units
+    sizes = {f"num_{split}_{unit}": float(info.num_images) for split, info in manifest.splits.items()}
+    log.metrics({**sizes, f"num_rejected_{rejected}": float(manifest.num_rejected)})
     for split, info in manifest.splits.items():
         log.dataset(split, info.digest, info.num_images, "training" if split == "train" else "validation")
     log.artifact(artifact.file(REJECTED))
     log.artifact(artifact.file(DATA_CARD))
-    if manifest.num_rejected:
-        log.warning(_left_out(artifact.file(REJECTED)))
-    for line in issues.lines():
+    for line in warnings:
         log.warning(line)
     counts = {split: f"{info.num_images:,}" for split, info in manifest.splits.items()}
     return (
-        f"{counts['train']} training and {counts['val']} validation images, {len(manifest.classes)} classes, "
-        f"{manifest.num_rejected} rejected"
+        f"{counts['train']} training and {counts['val']} validation {unit}, {content}, {manifest.num_rejected} rejected"
     )
 
 

@@ -24,13 +24,14 @@ from components.common.contracts.digests import digest_bytes, digest_file
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import PARTIAL_OUTPUT, Artifact, DatasetManifest, seal, write_atomically
 from components.common.contracts.records import Split
-from components.common.contracts.settings import fingerprinted, how_to_set
+from components.common.contracts.settings import fingerprinted
 from components.common.contracts.transforms import TextSpec
 from components.common.data.pages import templates
 from components.common.process.partial_output import LOCK, open_partial
 from components.common.process.steplog import StepLog
 from components.common.tasks.translation.sentences import CONTROL, visible
 from components.common.tasks.translation.vocabulary import VOCABULARY, Vocabulary, train_vocabulary
+from components.preprocess.assembling import check_share, tell
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.data_card import DATA_CARD
 from components.preprocess.packing import REJECTED, json_lines
@@ -89,7 +90,8 @@ def run(config: PreprocessConfig, log: StepLog, *, output: Path) -> str:
                 path.unlink(missing_ok=True)  # of a run that was killed or refused
         artifact, warnings = _write(config, log, folder, output)
         shutil.rmtree(output / PARTIAL_OUTPUT)
-    return _report(artifact, warnings, log)
+    num_tokens = f"{artifact.manifest.text_spec.num_tokens:,} tokens"
+    return tell(artifact, ("pairs", "pairs"), num_tokens, warnings, log)
 
 
 def _write(
@@ -148,23 +150,6 @@ def _write(
     return artifact, warnings
 
 
-def _report(artifact: Artifact[DatasetManifest], warnings: Sequence[str], log: StepLog) -> str:
-    manifest = artifact.manifest
-    splits = manifest.splits
-    sizes = {f"num_{split}_pairs": float(info.num_images) for split, info in splits.items()}
-    log.metrics({**sizes, "num_rejected_pairs": float(manifest.num_rejected)})
-    for split, info in splits.items():
-        log.dataset(split, info.digest, info.num_images, "training" if split == "train" else "validation")
-    log.artifact(artifact.file(REJECTED))
-    log.artifact(artifact.file(DATA_CARD))
-    for line in warnings:
-        log.warning(line)
-    return (
-        f"{splits['train'].num_images:,} training and {splits['val'].num_images:,} validation pairs, "
-        f"{manifest.text_spec.num_tokens:,} tokens, {manifest.num_rejected} rejected"
-    )
-
-
 class _Rejections:
     """Pairs that are left out, in rejected.jsonl, and how many for which problem."""
 
@@ -189,18 +174,8 @@ class _Rejections:
         """
         self._listing.flush()
         num_bad = sum(number for problem, number in self.kinds.items() if problem not in _NOT_BAD)
-        allowed = 0 if config.on_bad == "fail" else config.max_bad_fraction * total
-        if num_bad <= allowed:
-            return
-        setting, value = ("on_bad", "skip") if config.on_bad == "fail" else ("max_bad_fraction", "SHARE")
-        limit = "on_bad is fail" if setting == "on_bad" else f"max_bad_fraction is {config.max_bad_fraction:g}"
-        raise UserError(
-            f"{num_bad:,} of {total:,} pairs can't be used ({self.counts()}), such as {self.first}, and {limit}. "
-            f"{output / REJECTED} lists all. Correct or remove them, or leave them out with "
-            f"{how_to_set('preprocess', setting, value)}",
-            code="unusable-pairs",
-            setting=f"preprocess.{setting}",
-        )
+        said = f"{num_bad:,} of {total:,} pairs can't be used ({self.counts()}), such as {self.first}"
+        check_share(config, num_bad, total, said, output / REJECTED, "unusable-pairs")
 
     def counts(self) -> str:
         """How many for which problem, the most frequent first."""
