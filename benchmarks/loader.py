@@ -13,6 +13,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +74,11 @@ def main(
         hw_decoder_load=hw_decoder_load,
         num_pipelines=num_pipelines,
     )
-    # Workers by the number that is best here: all cores, or more, because they also wait.
-    trials = {}
-    for num_workers in sorted({num_cores(), num_cores() * 3 // 2, num_cores() * 2}):
-        candidate = torchvision_loader(folder / "images/train", batch_size, num_workers, pin=device_id is not None)
-        images_per_s(candidate, device_id)  # starts the workers, and reads the files for the first time
-        trials[num_workers] = images_per_s(candidate, device_id)
-        print(f"torchvision with {num_workers} workers: {trials[num_workers]:,.0f} images/s", flush=True)
-        del candidate  # ends them
+    make = partial(torchvision_loader, folder / "images/train", batch_size, pin=device_id is not None)
+    trials = try_workers(make, device_id)
+    print(f"torchvision by number of workers: {trials}", flush=True)
     num_workers = max(trials, key=lambda number: trials[number])
-    theirs = torchvision_loader(folder / "images/train", batch_size, num_workers, pin=device_id is not None)
+    theirs = make(num_workers)
     sources: dict[str, Callable[[], Iterable[Any]]] = {
         "loader": lambda: ((batch.images, batch.labels) for batch in ours),
         "torchvision": lambda: theirs,
@@ -157,6 +153,17 @@ def torchvision_loader(
         persistent_workers=True,
         pin_memory=pin,
     )
+
+
+def try_workers(make: Callable[[int], DataLoader[Any]], device_id: int | None) -> dict[int, float]:
+    """Rates by the number of workers: all cores, or more, because they also wait."""
+    trials = {}
+    for num_workers in sorted({num_cores(), num_cores() * 3 // 2, num_cores() * 2}):
+        loader = make(num_workers)
+        images_per_s(loader, device_id)  # starts the workers, and reads the files for the first time
+        trials[num_workers] = round(images_per_s(loader, device_id), 1)
+        del loader  # ends them
+    return trials
 
 
 def images_per_s(batches: Iterable[Any], device_id: int | None) -> float:

@@ -11,8 +11,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from functools import reduce
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 from torch.utils.data import DataLoader
 
-from benchmarks.loader import images_per_s, torchvision_loader
+from benchmarks.loader import torchvision_loader, try_workers
 from components.common.contracts.environment import keep_streams_apart, num_cores
 from components.common.contracts.manifests import DatasetManifest, load
 from components.common.contracts.settings import resolve
@@ -126,7 +126,7 @@ def main(cell: Cell) -> None:
     keep_streams_apart()
     world = find_world()
     if cell.kind == "workers":
-        result: dict[str, Any] = {"trials": try_workers(cell, world.device)}
+        result: dict[str, Any] = {"trials": try_workers(reference_loader(cell, world.device), world.device.index)}
     elif cell.kind == "torchvision":
         result = reference_recipe(cell, world.device)
     else:
@@ -244,21 +244,10 @@ def shard_batches(cell: Cell, world: World) -> Iterator[Batch]:
         yield from loader
 
 
-def reference_loader(cell: Cell, num_workers: int, *, pin: bool) -> DataLoader[Any]:
-    spec = transform_for(cell.image_size, resize_ratio=256 / 224)
-    folder = Path(cell.work) / "images/train"
-    return torchvision_loader(folder, cell.batch_size, num_workers, pin=pin, spec=spec)
-
-
-def try_workers(cell: Cell, device: torch.device) -> dict[int, float]:
-    """The DataLoader's own rate by its number of workers, as benchmarks.loader finds the best."""
-    trials = {}
-    for num_workers in sorted({num_cores(), num_cores() * 3 // 2, num_cores() * 2}):
-        loader = reference_loader(cell, num_workers, pin=device.type == "cuda")
-        images_per_s(loader, device.index)  # starts the workers, and reads the files for the first time
-        trials[num_workers] = round(images_per_s(loader, device.index), 1)
-        del loader  # ends them
-    return trials
+def reference_loader(cell: Cell, device: torch.device) -> Callable[[int], DataLoader[Any]]:
+    """torchvision's loader by its number of workers."""
+    spec, folder = transform_for(cell.image_size, resize_ratio=256 / 224), Path(cell.work) / "images/train"
+    return partial(torchvision_loader, folder, cell.batch_size, pin=device.type == "cuda", spec=spec)
 
 
 def reference_recipe(cell: Cell, device: torch.device) -> dict[str, Any]:
@@ -269,7 +258,7 @@ def reference_recipe(cell: Cell, device: torch.device) -> dict[str, Any]:
     model = build_model(cell.architecture, _NUM_CLASSES).to(device, memory_format=torch.channels_last).train()
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, weight_decay=1e-4)
-    loader = reference_loader(cell, cell.num_workers, pin=device.type == "cuda")
+    loader = reference_loader(cell, device)(cell.num_workers)
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
         images = images.to(device, non_blocking=True, memory_format=torch.channels_last)
