@@ -79,7 +79,7 @@ class TensorRTBackend:
         return self.shapes.opt_batch
 
     def compile(self, name: str, excluded: tuple[str, ...]) -> Compiled:
-        """See `mixed.Backend`. What can't be built in one form is tried in the next.
+        """Compile the graph in INT8 but for some nodes. What can't be built in one form is tried in the next.
 
         Raises:
             EngineryError: none of them can be built.
@@ -135,13 +135,13 @@ class TensorRTBackend:
             yield Form(weights="qdq", level=level, kept_apart=kind)
 
     def open(self, compiled: Compiled) -> "TensorRTRunner":
-        """See `mixed.Backend`."""
+        """Load a candidate."""
         from components.common.runtimes.tensorrt import TensorRTRunner
 
         return TensorRTRunner(compiled.file, self.shapes, compiled.entry)
 
     def profile(self, compiled: Compiled) -> Profile:
-        """See `mixed.Backend`."""
+        """Measure a candidate's layers."""
         from components.common.runtimes.tensorrt import profile_layers
 
         assert compiled.entry is not None
@@ -153,7 +153,7 @@ class TensorRTBackend:
         return [(name, nodes.get(name, ()), milliseconds) for name, milliseconds in measured]
 
     def bytes_per_ms(self) -> float:
-        """See `mixed.Backend`."""
+        """How fast the device copies memory."""
         return _bytes_per_ms("cuda")
 
 
@@ -180,26 +180,26 @@ class OpenVINOBackend:
         return min(_CPU_BATCH, self.shapes.max_batch)
 
     def compile(self, name: str, excluded: tuple[str, ...]) -> Compiled:
-        """See `mixed.Backend`. OpenVINO compiles a file when it is opened, in a moment."""
+        """See TensorRTBackend. OpenVINO compiles a file when it is opened, in a moment."""
         graph = insert_qdq(self.fp32, self.scales, exclude=excluded, arithmetic=self.arithmetic)
         file = self.folder / f"{name.replace(' ', '_')}.onnx"
         onnx.save(graph, file)
         return Compiled(name=name, precision="int8", excluded=excluded, graph=graph, file=file)
 
     def open(self, compiled: Compiled) -> "OpenVINORunner":
-        """See `mixed.Backend`."""
+        """See TensorRTBackend."""
         from components.common.runtimes.openvino import OpenVINORunner
 
         return OpenVINORunner(compiled.file, self.shapes)
 
     def profile(self, compiled: Compiled) -> Profile:
-        """See `mixed.Backend`."""
+        """See TensorRTBackend."""
         from components.common.runtimes.openvino import profile_layers
 
         return profile_layers(compiled.file, self.shapes, self.batch_size)
 
     def bytes_per_ms(self) -> float:
-        """See `mixed.Backend`."""
+        """See TensorRTBackend."""
         return _bytes_per_ms("cpu")
 
 

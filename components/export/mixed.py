@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import onnx
 
@@ -29,6 +29,9 @@ from components.export.blocks import (
     without_losing_runs,
 )
 from components.export.placement import quantizable_layers
+
+if TYPE_CHECKING:
+    from components.export.backends import OpenVINOBackend, TensorRTBackend
 
 _TURNS, _TURN_S, _MIN_ITERATIONS = 5, 0.3, 3
 _LAUNCH_MS = 0.003  # of one more kernel
@@ -54,39 +57,6 @@ class Compiled:
     build_seconds: float = 0.0
 
 
-class Backend(Protocol):
-    """The runtime that will serve, as far as the search needs it."""
-
-    runtime: str
-    reference: Compiled  # all in float, as fast as the runtime can
-
-    @property
-    def device(self) -> str:
-        """The GPU's or CPU's name."""
-        ...
-
-    @property
-    def batch_size(self) -> int:
-        """Images per batch, in all measurements."""
-        ...
-
-    def compile(self, name: str, excluded: tuple[str, ...]) -> Compiled:
-        """Compile the graph in INT8 but for some nodes."""
-        ...
-
-    def open(self, compiled: Compiled) -> Runner:
-        """Load a candidate."""
-        ...
-
-    def profile(self, compiled: Compiled) -> Profile:
-        """Measure its layers."""
-        ...
-
-    def bytes_per_ms(self) -> float:
-        """How fast the device copies memory."""
-        ...
-
-
 @dataclass(kw_only=True)
 class MixedSearch:
     """Finds the fastest candidate with INT8 in it."""
@@ -94,7 +64,7 @@ class MixedSearch:
     fp32: onnx.ModelProto
     excluded: tuple[str, ...]  # nodes that stay in float for the accuracy
     shapes: ShapeSpec
-    backend: Backend
+    backend: "TensorRTBackend | OpenVINOBackend"
     max_engines: int  # with some blocks in float
     log: StepLog
     deadline: float = math.inf  # on the clock of time.monotonic(): then no more is built, and no turn begun but one

@@ -17,7 +17,7 @@ class Task(Protocol):
 
     def move_label(self) -> "Callable[[Any, Way], Any] | None":
         """How a packed label goes the way of its image in DALI's pipelines; None where none lies on the image."""
-        ...
+        return None
 
     def labels(self, fetched: torch.Tensor) -> torch.Tensor:
         """A batch's labels as training and validation take them, from what the loader's pipeline yields of them."""
@@ -32,8 +32,8 @@ class Task(Protocol):
         ...
 
     def new_totals(self, num_classes: int, device: torch.device) -> torch.Tensor:
-        """Sums of a validation, float64, that processes add up; the first is that of the loss."""
-        ...
+        """Sums of a validation, float64, that processes add up; the first is the loss's, the second that of hits."""
+        return torch.zeros(2, dtype=torch.float64, device=device)
 
     def count(self, totals: torch.Tensor, outputs: torch.Tensor, labels: torch.Tensor) -> None:
         """Add a batch to the sums."""
@@ -41,8 +41,9 @@ class Task(Protocol):
 
     def result(self, totals: torch.Tensor, num_images: int) -> tuple[float, float]:
         """Mean loss and score in per cent, from the sums."""
-        ...
+        loss, hits = (total / num_images for total in totals.tolist())
+        return loss, 100 * hits
 
     def exported(self, model: "onnx.ModelProto") -> "onnx.ModelProto":
         """The graph of a bundle, from that of the network: it may return less, where predictions need no more."""
-        ...
+        return model

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, NamedTuple, Protocol, TypeGuard
+from typing import Any, BinaryIO, NamedTuple, TypeGuard
 from xml.etree import ElementTree
 
 import numpy as np
@@ -90,19 +90,11 @@ class Annotated:
         return b"".join([line, b"\n", np.array(rows, "<f8").tobytes(), *outlines])
 
 
-class Encodable(Protocol):
-    """Annotations of an image."""
-
-    def encoded(self, labels: Mapping[Any, int]) -> bytes:
-        """As Annotated."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Found:
     """Annotations of a tree, before classes have labels."""
 
-    images: dict[str, tuple[File, str, Encodable]]  # by path; split "train", "val" or "" for either
+    images: "dict[str, tuple[File, str, Annotated | _CocoImage]]"  # by path; split "train", "val" or "" for either
     classes: ClassNames
     refused: dict[str, str]  # why images can't be used
 
@@ -177,7 +169,7 @@ def coco(tree: Tree, files: Mapping[str, File], *, with_outlines: bool = False) 
     if not parsed:
         return None
     index = _Index(files)
-    images: dict[str, tuple[File, str, Encodable]] = {}
+    images: dict[str, tuple[File, str, Annotated | _CocoImage]] = {}
     refused: dict[str, str] = {}
     shared: list[tuple[str, str, Any]] = []  # of ids: the file, the name of an image, its id
     classes: dict[Any, str] = {}
@@ -415,7 +407,7 @@ def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> _Found | No
         for split in ("train", "val")
         for path in [next((each for each in files if each.endswith(f"{_LISTS}/{split}.txt")), "")]
     }
-    images: dict[str, tuple[File, str, Encodable]] = {}
+    images: dict[str, tuple[File, str, Annotated | _CocoImage]] = {}
     refused: dict[str, str] = {}
     kinds: set[str] = set()
     parsed: dict[str, tuple[Annotated, str, str]] = {}  # with the split and the image's name
@@ -484,7 +476,7 @@ def _yolo(tree: Tree, storage: Storage, files: Mapping[str, File]) -> _Found | N
     if not any(labelled.values()):
         return None
     read = dict(_texts(storage, [files[path] for path in labelled.values() if path], MAX_TEXT_BYTES))
-    images: dict[str, tuple[File, str, Encodable]] = {}
+    images: dict[str, tuple[File, str, Annotated | _CocoImage]] = {}
     refused: dict[str, str] = {}
     most = -1  # of all classes
     for path, label_path in labelled.items():

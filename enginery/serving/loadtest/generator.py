@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import quote
 
 import numpy as np
@@ -118,22 +117,6 @@ _MAX_SAID = 300  # bytes of an error
 _GRPC_METHOD = "/inference.GRPCInferenceService/ModelInfer"
 
 
-class Sender(Protocol):
-    """Sends what `prepare` made, within one event loop."""
-
-    async def send(self, request: bytes) -> tuple[str, str] | None:
-        """None for an answer; else the status, as `failures` knows it, and what was said.
-
-        Raises:
-            Exception: what the library below raises without an answer.
-        """
-        ...
-
-    async def close(self) -> None:
-        """End the connections."""
-        ...
-
-
 def prepare(address: ServerAddress, model: str, inputs: Mapping[str, np.ndarray]) -> bytes:
     """One inference request in the bytes that go over the wire, behind its header's length where it is HTTP."""
     if address.protocol == "http":
@@ -151,11 +134,6 @@ def prepare(address: ServerAddress, model: str, inputs: Mapping[str, np.ndarray]
     return bytes(request.SerializeToString())
 
 
-def open_sender(address: ServerAddress, model: str) -> Sender:
-    """A sender within the running event loop."""
-    return HttpSender(address, model) if address.protocol == "http" else GrpcSender(address)
-
-
 class HttpSender:
     """A connection for each request on its way, all kept open."""
 
@@ -168,7 +146,11 @@ class HttpSender:
         )
 
     async def send(self, request: bytes) -> tuple[str, str] | None:
-        """See Sender."""
+        """None for an answer; else the status, as `failures` knows it, and what was said.
+
+        Raises:
+            Exception: what the library below raises without an answer.
+        """
         headers = {"Inference-Header-Content-Length": str(int.from_bytes(request[:8], "little")), **PLAIN}
         body = memoryview(request)[8:]
         async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as response:
@@ -177,7 +159,7 @@ class HttpSender:
             return None if ok else (str(response.status), content[:_MAX_SAID].decode(errors="replace"))
 
     async def close(self) -> None:
-        """See Sender."""
+        """End the connections."""
         await self._session.close()
 
 
@@ -195,7 +177,7 @@ class GrpcSender:
         self._error = grpc.aio.AioRpcError
 
     async def send(self, request: bytes) -> tuple[str, str] | None:
-        """See Sender."""
+        """See HttpSender."""
         try:
             await self._call(request)
         except self._error as error:
@@ -203,8 +185,16 @@ class GrpcSender:
         return None
 
     async def close(self) -> None:
-        """See Sender."""
+        """See HttpSender."""
         await self._channel.close()
+
+
+Sender = HttpSender | GrpcSender
+
+
+def open_sender(address: ServerAddress, model: str) -> Sender:
+    """A sender within the running event loop."""
+    return HttpSender(address, model) if address.protocol == "http" else GrpcSender(address)
 
 
 _TO_START_S = 0.3

@@ -11,6 +11,7 @@ from components.common.tasks.detection.average_precision import FOUND, IGNORED, 
 from components.common.tasks.detection.boxes import MAX_CANDIDATES, NUM_BOX_VALUES
 from components.common.tasks.detection.loss import DetectionLoss
 from components.common.tasks.detection.predictions import BoxPredictions
+from components.common.tasks.task import Task
 
 if TYPE_CHECKING:
     import onnx
@@ -23,7 +24,7 @@ _EPSILON = 1e-9
 _USUAL_OBJECTS = 32  # of the image of a batch that has most
 
 
-class Detection:
+class Detection(Task):
     """See Task. Labels are [B, M, 6] float32: see Batch."""
 
     _loss = DetectionLoss()

@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from components.common.tasks.segmentation import VOID
+from components.common.tasks.task import Task
 
 if TYPE_CHECKING:
-    import onnx
-
     from components.common.data.dali_pipelines import Way
 
 
@@ -40,7 +39,7 @@ class PixelLoss(nn.Module):
         return total / known.sum().clamp(min=1) + ((1 - dice) * shown).sum() / shown.sum().clamp(min=1)
 
 
-class Segmentation:
+class Segmentation(Task):
     """See Task. Outputs are [B, classes, H, W] logits, labels [B, H, W] int64 with VOID where no class is."""
 
     def move_label(self) -> "Callable[[Any, Way], Any]":
@@ -82,10 +81,6 @@ class Segmentation:
         shares = hits / (pixels + counts.sum(dim=0) - hits).clamp(min=1)
         score = shares[occurs].mean().item() if occurs.any() else 0.0
         return totals[0].item() / num_images, 100 * score
-
-    def exported(self, model: "onnx.ModelProto") -> "onnx.ModelProto":
-        """See Task."""
-        return model
 
 
 TASK = Segmentation()

@@ -1,21 +1,14 @@
 """Translation in training: cross-entropy by token, and how many of the next tokens are right."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
+from components.common.tasks.task import Task
 from components.common.tasks.translation.vocabulary import PAD
 
-if TYPE_CHECKING:
-    import onnx
 
-
-class Translation:
+class Translation(Task):
     """See Task."""
-
-    def move_label(self) -> None:
-        """See Task."""
 
     def labels(self, fetched: torch.Tensor) -> torch.Tensor:
         """[B, L] int64, as the loader has them."""
@@ -29,12 +22,11 @@ class Translation:
         """See Task."""
         return torch.zeros(outputs.shape[:2], dtype=torch.int64, device=outputs.device)
 
-    def new_totals(self, num_classes: int, device: torch.device) -> torch.Tensor:
-        """Mean losses of batches, weighed by their sentences; tokens that are right, as a share of a sentence's."""
-        return torch.zeros(2, dtype=torch.float64, device=device)
-
     def count(self, totals: torch.Tensor, outputs: torch.Tensor, labels: torch.Tensor) -> None:
-        """See Task; sentences count alike, whatever their lengths, so that parts of a split add up."""
+        """Mean loss of each sentence's tokens, and the share that is right of its next tokens.
+
+        Sentences count alike, whatever their lengths, so that parts of a split add up.
+        """
         known = labels != PAD
         lengths = known.sum(dim=1).clamp(min=1)
         losses = nn.functional.cross_entropy(
@@ -42,15 +34,6 @@ class Translation:
         )
         totals[0] += (losses.sum(dim=1) / lengths).sum()
         totals[1] += (((outputs.argmax(dim=2) == labels) & known).sum(dim=1) / lengths).sum()
-
-    def result(self, totals: torch.Tensor, num_images: int) -> tuple[float, float]:
-        """Mean loss of a sentence's tokens, and share of the next tokens that are right, in per cent."""
-        loss, right = (total / num_images for total in totals.tolist())
-        return loss, 100 * right
-
-    def exported(self, model: "onnx.ModelProto") -> "onnx.ModelProto":
-        """See Task."""
-        return model
 
 
 class _TokenLoss(nn.Module):
