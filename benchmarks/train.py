@@ -30,7 +30,7 @@ from benchmarks.results import Results, current_commit, result_options
 from benchmarks.train_cell import PREFIX, Cell, device_name
 
 _ROOT = Path(__file__).resolve().parents[1]
-_PARTS = ("synthetic", "shards", "torchvision", "scaling")
+_PARTS = ("synthetic", "shards", "live", "torchvision", "scaling")
 _LEAST_S = 20.0  # of a cell; with less time left none is started
 # Of DistributedDataParallel: MB per bucket, static graph, and whether torch.compile splits its graph into the buckets.
 _DDP = "25:0:1,25:0:0,100:0:0,25:1:0"
@@ -81,6 +81,7 @@ class Session:
             "Forward, backward and optimizer step of components.train, by the trainer's own clock over whole epochs; "
             "each cell in a process of its own, medians of its turns after warming up. synthetic: one fixed batch on "
             "the device. shards: 500x375 JPEG through the loader, in turn with the same process's synthetic batch. "
+            "live: the synthetic batch with live metrics, in turn with it without. "
             "torchvision: the reference recipe (DataLoader with the best number of workers, eager bf16 AMP, "
             "channels_last) on the same files, without its logging. scaling: DistributedDataParallel. Cells that "
             f"failed or ran out of time say so.{again}"
@@ -113,6 +114,7 @@ class Session:
 @click.option("--minutes", default=9.0, help="Limit of all: no cell is started later, and none runs longer.")
 @click.option("--scaling", default="1,2", help="Numbers of processes of the part scaling.")
 @click.option("--ddp", default=_DDP, help="BUCKET_MB:STATIC_GRAPH:SPLIT_GRAPH, some of them.")
+@click.option("--profile/--no-profile", default=True, help="Record what the fastest cell spends its time on.")
 @click.option("--num-images", default=20000, type=click.IntRange(min=64), help="Of the parts that read files.")
 @click.option("--reference-batch-size", default=256, help="Of torchvision's recipe.")
 @click.option("--work", default=Path("/tmp/enginery-train"), type=click.Path(path_type=Path), help="For images, logs.")
@@ -132,6 +134,7 @@ def main(
     minutes: float,
     scaling: str,
     ddp: str,
+    profile: bool,
     num_images: int,
     reference_batch_size: int,
     work: Path,
@@ -167,7 +170,9 @@ def main(
 
         make_data(folder, num_images)
     if "shards" in parts and "scaling" not in parts:
-        session.measure(best.model_copy(update={"kind": "shards"}))
+        session.measure(best.model_copy(update={"kind": "shards", "profile": profile}))
+    if "live" in parts:
+        session.measure(best.model_copy(update={"kind": "live"}))
     if "torchvision" in parts:
         reference = base.model_copy(update={"kind": "torchvision", "batch_size": reference_batch_size})
         trials = session.measure(reference.model_copy(update={"kind": "workers"}))
@@ -244,7 +249,9 @@ def brief(result: dict[str, Any]) -> str:
         return f"failed: {result['failed']}"
     if "trials" in result:
         return f"images/s by workers {result['trials']}"
-    parts = [f"{name} {result[name]['images_per_s']:,.0f}" for name in ("synthetic", "shards") if name in result]
+    parts = [
+        f"{name} {result[name]['images_per_s']:,.0f}" for name in ("synthetic", "shards", "live") if name in result
+    ]
     parts += [f"{result['images_per_s']:,.0f}"] if "images_per_s" in result else []
     waits = [f"waiting {result['shards']['data_wait_share']:.2%}"] if "shards" in result else []
     memory = [f"{result['memory_gb']:.0f} GB"] if "memory_gb" in result else []
@@ -285,6 +292,9 @@ def measures_of(cells: list[dict[str, Any]]) -> dict[str, float]:
         pair = [measures.get(f"train_synthetic_images_per_s_{precision}") for precision in ("bf16", "fp16")]
         if pair[0] and pair[1]:
             measures["train_bf16_over_fp16"] = pair[0] / pair[1]
+    for cell in cells:
+        if cell["cell"]["kind"] == "live":
+            measures["train_live_over_silent"] = cell["live"]["images_per_s"] / cell["synthetic"]["images_per_s"]
     read = {cell["cell"]["num_processes"]: cell for cell in cells if cell["cell"]["kind"] == "shards"}
     shards = read.get(1)
     if shards is not None:

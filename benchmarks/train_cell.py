@@ -35,10 +35,11 @@ from components.train.arithmetic import set_arithmetic
 from components.train.batches import plan_batches
 from components.train.config import TrainConfig
 from components.train.distributed import World, broadcast, find_world, process_group
-from components.train.speed import EpochSpeed
+from components.train.speed import EpochSpeed, StepProfiler
 from components.train.trainer import Trainer
 
 PREFIX = "@cell "
+_LIVE_S = speed.LIVE_S
 _NUM_CLASSES = 1000  # ImageNet's, whatever the images are
 _ENOUGH = 1 << 30  # images that a dataset without an end has
 
@@ -48,7 +49,7 @@ class Cell(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: str  # synthetic, shards, workers or torchvision
+    kind: str  # synthetic, shards, live, workers or torchvision
     architecture: str = "resnet50"
     image_size: int = 224
     precision: str = "fp16"
@@ -62,6 +63,7 @@ class Cell(BaseModel):
     turns: int = 3
     work: str = ""  # what make_data has made
     num_workers: int = 0  # of torchvision's DataLoader
+    profile: bool = False
 
     @property
     def label(self) -> str:
@@ -174,16 +176,20 @@ def train(cell: Cell, world: World) -> dict[str, Any]:
         num_steps = broadcast(max(3, math.ceil(cell.seconds * probe / config.global_batch_size)), world)
         if cell.kind == "shards":
             streams["shards"] = Stream(shard_batches(cell, world))
+        if cell.kind == "live":
+            streams["live"] = first
         if world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(world.device)
-        speed.LIVE_S = math.inf  # without live metrics
         seen: dict[str, list[EpochSpeed]] = {name: [] for name in streams}
         for _ in range(cell.turns):
             for name, stream in streams.items():
+                speed.LIVE_S = _LIVE_S if name == "live" else math.inf
                 turn(trainer, stream, min(8, num_steps))  # what was prepared ahead is no gain
                 seen[name].append(turn(trainer, stream, num_steps))
         result: dict[str, Any] = {name: summary(turns) for name, turns in seen.items()}
         result |= {"compile_s": round(compile_s, 1), "num_steps": num_steps, **peak_memory(world.device)}
+        if cell.profile:
+            result["profile"] = profiled(trainer, first, Path(cell.work))
     return result
 
 
@@ -214,6 +220,13 @@ def peak_memory(device: torch.device) -> dict[str, float]:
         return {}
     allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     return {"memory_gb": round(allocated / 1e9, 2), "memory_reserved_gb": round(reserved / 1e9, 2)}
+
+
+def profiled(trainer: Trainer, stream: Stream, folder: Path) -> dict[str, Any]:
+    """Profile three more steps."""
+    trainer.profiler = StepProfiler(3, trainer.world.device, folder)
+    turn(trainer, stream, 16)
+    return trainer.profiler.record.model_dump() if trainer.profiler.record else {}
 
 
 def fixed_batch(cell: Cell, world: World) -> Batch:
