@@ -74,9 +74,12 @@ def main(bundle: Path, results: Results, **options: Any) -> None:
         f"{setup.bundle.manifest.architecture} at {setup.bundle.manifest.shapes.height} px, INT8 by OpenVINO. Server "
         f"(Triton {version}) on core {setup.server_core}, load generator on core {setup.client_core}, runner on core "
         f"{setup.server_core} in turns with the server; medians of {setup.turns} turns of {setup.seconds:g} s. "
-        f"served_dynamic and served_single: {_CLIENTS} clients with one tensor each, with dynamic batching and "
-        f"without; served_b{_BATCH}: requests of {_BATCH} tensors from {_BATCH_CLIENTS} clients, without. Latency "
-        f"budget: p99 of {setup.budget_ms:g} ms."
+        "serve_over_runner: "
+        f"requests of {_BATCH} tensors from {_BATCH_CLIENTS} clients, each computed alone, over the runner at batch "
+        f"{_BATCH}. "
+        f"dynamic_batching_over_runner_gain: what {_CLIENTS} clients with one tensor each get with dynamic batching "
+        f"over what they get without, divided by the runner's gain from batch 1 to {_BATCH}. Latency budget: p99 of "
+        f"{setup.budget_ms:g} ms."
     )
     results.write("serving", measures=measures, runs=runs, notes=notes)
 
@@ -137,7 +140,19 @@ def _speed(setup: Setup, runs: list[Any]) -> dict[str, float]:
                 note(turn, "served_single", _closed(setup, _CLIENTS, 1))
                 note(turn, f"served_b{_BATCH}", _closed(setup, _BATCH_CLIENTS, _BATCH))
     median = {key: statistics.median(values) for key, values in found.items()}
-    return {key: value for key, value in median.items() if key.endswith(("images_per_s", "p50_ms", "p99_ms"))}
+    served, runner = median[f"served_b{_BATCH}_images_per_s"], median[f"runner_b{_BATCH}_images_per_s"]
+    dynamic, single = median["served_dynamic_images_per_s"], median["served_single_images_per_s"]
+    gain = runner / median["runner_b1_images_per_s"]
+    return {
+        **{key: value for key, value in median.items() if key.endswith(("images_per_s", "p50_ms", "p99_ms"))},
+        "serve_over_runner": served / runner,
+        "runner_gain": gain,
+        "dynamic_batching_gain": dynamic / single,
+        "dynamic_batching_over_runner_gain": dynamic / single / gain,
+        f"dynamic_batching_over_runner_b{_BATCH}": dynamic / runner,
+        "latency_budget_ms": setup.budget_ms,
+        "served_dynamic_within_budget": float(median["served_dynamic_p99_ms"] <= setup.budget_ms),
+    }
 
 
 _SHOWN = ("images_per_s", "p50_ms", "p99_ms", "mean_batch", "errors")
