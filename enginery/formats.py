@@ -1,6 +1,7 @@
 """Numbers, sizes and times as people read them, and where they read."""
 
 import os
+import re
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -35,6 +36,15 @@ def size_text(size_bytes: int) -> str:
             return f"{size:.0f} {unit}" if unit in ("B", "kB") or size >= 99.5 else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:,.1f} TB"
+
+
+_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+
+
+def seconds_in(text: str, unit: str = "") -> float | None:
+    """A time such as 7ms, 90s, 1.5h, 2d or 3w; a number alone is of `unit`. None for anything else."""
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([a-z]*)\s*", text.lower())
+    return float(match[1]) * _UNITS_S[match[2] or unit] if match and (match[2] or unit) in _UNITS_S else None
 
 
 def age_text(seconds: float) -> str:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from components.common.contracts.errors import UserError
-from components.common.contracts.manifests import write_atomically
-from enginery.cli.options import PATH, duration, finite, given
+from enginery.cli.options import PATH, duration, finite, given, write_output
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -147,7 +146,7 @@ def advise(
     if html is not None:
         from enginery.advise.page import page
 
-        write_atomically(html, page(rows, workload, question, prices_text).encode())
+        write_output(html, page(rows, workload, question, prices_text).encode(), "--html")
     if as_json:
         asked = {"model": model, "counted": text, "workload": workload, **options}
         click.echo(json.dumps({**asked, "gpus": rows}, indent=1))

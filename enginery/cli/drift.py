@@ -7,9 +7,8 @@ import click
 from rich.markup import escape
 
 from components.common.contracts.errors import GateFailed, UserError
-from components.common.contracts.manifests import write_atomically
 from components.common.contracts.records import PRECISIONS, Precision
-from enginery.cli.options import PATH, timeout
+from enginery.cli.options import PATH, timeout, write_output
 from enginery.formats import echo, new_console, new_table
 
 if TYPE_CHECKING:
@@ -78,11 +77,7 @@ def drift(
     )
     result = compare(served, now, before)
     if html is not None:
-        try:
-            write_atomically(html, page(result, examples).encode())
-        except OSError as error:
-            message = f"can't write {html}: {error.strerror}; name another file with --html"
-            raise UserError(message, code="no-output", setting="--html") from None
+        write_output(html, page(result, examples).encode(), "--html")
     if as_json:
         click.echo(result.model_dump_json(indent=1))
     else:

@@ -13,7 +13,7 @@ from enginery.cli.run import FILE_FIRST, command_for
 _FILE = Path(__file__).resolve().parents[2] / "pipelines" / "engines.py"
 
 
-@click.command(context_settings=FILE_FIRST, add_help_option=False, options_metavar="")
+@click.command(context_settings=FILE_FIRST, options_metavar="")
 @click.argument("bundle", type=PATH, metavar="BUNDLE --data DIR [OPTIONS]")
 @click.pass_context
 def engines(ctx: click.Context, bundle: Path) -> None:
@@ -24,9 +24,6 @@ def engines(ctx: click.Context, bundle: Path) -> None:
 
     `enginery engines BUNDLE --help` lists the options.
     """
-    if str(bundle) in ("-h", "--help"):
-        click.echo(ctx.get_help())
-        return
     if str(bundle).startswith("-"):
         raise click.UsageError(f"BUNDLE comes first, before {bundle}: enginery engines BUNDLE --data DIR", ctx)
     command = command_for(_FILE)

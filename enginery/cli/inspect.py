@@ -12,11 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from components.common.contracts.errors import RuntimeUnavailable, UserError, shown
-from components.common.contracts.manifests import Artifact, BundleManifest, check_task, load, write_atomically
+from components.common.contracts.manifests import Artifact, BundleManifest, check_task, load
 from components.common.contracts.records import PRECISIONS
-from components.common.process.disk import out_of_space
 from components.common.tasks import TASKS
-from enginery.cli.options import PATH
+from enginery.cli.options import PATH, write_output
 from enginery.formats import new_console, new_table, number
 from enginery.local.runs import bundle_of_run, latest_bundle
 from enginery.local.state import StateDirectory
@@ -87,7 +86,8 @@ def inspect(
         console.print(escape(note), style="dim", soft_wrap=False)
     if result.maps_missing:
         console.print(f"[yellow]no maps:[/] {escape(result.maps_missing)}", soft_wrap=False)
-    _write(output, picture(result.explanations, classes, maps, opened.manifest.architecture))  # type: ignore[arg-type]
+    drawn = picture(result.explanations, classes, maps, opened.manifest.architecture)  # type: ignore[arg-type]
+    write_output(output, drawn, "--output")
     console.print(f"picture: {escape(str(output))}")
 
 
@@ -96,7 +96,7 @@ def _inspect_answers(bundle: Artifact[BundleManifest], images: Sequence[Path], o
     from components.validate.answers import answer_images, picture
 
     found, console = answer_images(bundle, images), new_console()
-    _write(output, picture(bundle.manifest, found))
+    write_output(output, picture(bundle.manifest, found), "--output")
     if as_json:
         results = [
             {"image": str(each.file), "precision": each.precision, "runtime": each.runtime, "note": each.note}
@@ -181,15 +181,6 @@ def _problem(
     else:
         return None
     return "no-output", "--output", message
-
-
-def _write(output: Path, data: bytes) -> None:
-    try:
-        write_atomically(output, data)
-    except OSError as error:
-        message = f"can't write {output}: {error.strerror}; name another with --output"
-        refused = UserError(message, code="no-output", setting="--output")
-        raise out_of_space(error, output.absolute().parent) or refused from None
 
 
 def _print_explanation(console: Console, explanation: "Explanation", classes: tuple[str, ...]) -> None:

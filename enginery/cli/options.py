@@ -1,7 +1,6 @@
 """Options of several commands, and what they ask of their values."""
 
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,9 @@ import click
 from click.decorators import FC
 
 from components.common.contracts.errors import UserError
+from components.common.contracts.manifests import write_atomically
+from components.common.process.disk import out_of_space
+from enginery.formats import seconds_in
 
 
 def finite(ctx: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
@@ -65,20 +67,16 @@ def comma_list(
     return read
 
 
-_UNITS_S = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-
-
 def duration(unit: str) -> Callable[[click.Context, click.Parameter, str | None], float | None]:
     """A callback for an option that is a time such as 7ms, 90s, 1.5h or 2d; a number alone is of `unit`."""
 
     def read(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
         if text is None:
             return None
-        match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([a-z]*)\s*", text)
-        seconds = float(match[1]) * _UNITS_S.get(match[2] or unit, 0.0) if match else 0.0
+        seconds = seconds_in(text, unit)
         if not seconds:
             option = parameter.opts[0]
-            message = f"{option} {text}: write a time above 0 with one of {', '.join(_UNITS_S)}, such as 7ms or 8h"
+            message = f"{option} {text}: write a time above 0 with one of ms, s, min, h and d, such as 7ms or 8h"
             raise UserError(message, code="invalid-numbers", setting=option)
         return seconds
 
@@ -86,6 +84,21 @@ def duration(unit: str) -> Callable[[click.Context, click.Parameter, str | None]
 
 
 PATH = click.Path(path_type=Path)
+
+
+def write_output(file: Path, data: bytes, option: str) -> None:
+    """Write the file that an option names.
+
+    Raises:
+        UserError: it can't be written.
+        EngineryError: its disk is full.
+    """
+    try:
+        write_atomically(file, data)
+    except OSError as error:
+        message = f"can't write {file}: {error.strerror}; name another with {option}"
+        refused = UserError(message, code="no-output", setting=option)
+        raise out_of_space(error, file.absolute().parent) or refused from None
 
 
 def login_options(prefix: str = "", *, required: bool = True) -> list[click.Parameter]:

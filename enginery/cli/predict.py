@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from components.common.contracts.errors import EngineryError, UserError, shown
 from components.common.contracts.manifests import MANIFEST, check_task
-from enginery.cli.options import PATH, finite, server_model, server_url, timeout
+from enginery.cli.options import PATH, finite, server_model, server_url, timeout, write_output
 from enginery.formats import echo, new_console, new_table
 from enginery.serving.client.client import find_images
 
@@ -232,13 +232,10 @@ def _draw(
         encoded = io.BytesIO()
         try:
             task.drawn(rgb(read()), answer).save(encoded, "PNG")
-            file.write_bytes(encoded.getvalue())
-        except OSError as error:
-            message = f"can't write {file}: {error.strerror}; name another with --picture"
-            raise UserError(message, code="no-output", setting="--picture") from None
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # whatever a server may send
             message = f"the server's answer to {name} can't be drawn ({shown(str(error))}): is it one of enginery's?"
             raise EngineryError(message, code="unknown-answer") from None
+        write_output(file, encoded.getvalue(), "--picture")
 
 
 def _as_json(

@@ -18,7 +18,7 @@ FILE_FIRST: dict[str, Any] = {
 }
 
 
-@click.command(context_settings=FILE_FIRST, add_help_option=False, options_metavar="")
+@click.command(context_settings=FILE_FIRST, options_metavar="")
 @click.argument("file", type=PATH, metavar="PIPELINE [OPTIONS]")
 @click.pass_context
 def run(ctx: click.Context, file: Path) -> None:
@@ -26,9 +26,6 @@ def run(ctx: click.Context, file: Path) -> None:
 
     The options are the pipeline's own: `enginery run PIPELINE --help` lists them.
     """
-    if str(file) in ("-h", "--help"):
-        click.echo(ctx.get_help())
-        return
     if str(file).startswith("-"):
         raise click.UsageError(f"PIPELINE comes first, before {file}: enginery run PIPELINE {file} ...", ctx)
     command_for(file).main(args=ctx.args, prog_name=f"enginery run {file}", standalone_mode=True)

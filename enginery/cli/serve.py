@@ -18,6 +18,7 @@ import click
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import MANIFEST, Artifact, RepositoryManifest, load_manifest
 from components.common.contracts.records import PRECISIONS, Precision
+from components.common.contracts.settings import resolve
 from enginery.cli.options import PATH, given, signing_key
 from enginery.formats import echo
 from enginery.local.state import RunDirectory, StateDirectory, is_held
@@ -92,10 +93,10 @@ def export(model: str, directory: Path, precision: Precision | None, key: Path |
     measured; the same repository is served on a CPU by `tritonserver --model-config-name=cpu`.
     """
     from components.common.registry.trust import check_signer
-    from enginery.serving.repository import gpu_server_options, write_repository
+    from enginery.serving.repository import RepositoryConfig, gpu_server_options, write_repository
     from enginery.serving.sources import find_source
 
-    config = _config(**settings)
+    config = resolve(RepositoryConfig, "serve", settings)
     if key is not None:
         check_signer(key)
     with find_source(model, precision) as source:
@@ -188,7 +189,7 @@ def _repository(
     """Yield an exported repository as it is, or one that is written for as long as the server runs."""
     from components.serve.repository_check import open_repository
     from enginery.release.fetch import fetch, read_identity
-    from enginery.serving.repository import write_repository
+    from enginery.serving.repository import RepositoryConfig, write_repository
     from enginery.serving.sources import find_source
 
     folder = Path(model).expanduser()
@@ -220,7 +221,9 @@ def _repository(
             yield open_repository(Path(temporary) / "models")
             return
         with find_source(model, precision) as source:
-            repository = write_repository(source, Path(temporary) / "models", _config(**config))
+            repository = write_repository(
+                source, Path(temporary) / "models", resolve(RepositoryConfig, "serve", config)
+            )
         yield repository
 
 
@@ -240,13 +243,6 @@ def _remove_left(parent: Path) -> None:
     for folder in parent.glob("*/"):
         if time.time() - folder.stat().st_mtime > 60 and not is_held(folder):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _config(**values: Any) -> Any:
-    from components.common.contracts.settings import resolve
-    from enginery.serving.repository import RepositoryConfig
-
-    return resolve(RepositoryConfig, "serve", values)
 
 
 @contextmanager

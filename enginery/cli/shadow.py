@@ -10,6 +10,7 @@ import click
 from rich.markup import escape
 
 from components.common.contracts.errors import UserError
+from components.common.contracts.settings import resolve
 from enginery.cli.options import PATH, finite
 from enginery.formats import echo, new_console, new_table
 from enginery.new_folders import check_new, translate_errors
@@ -47,6 +48,7 @@ def shadow(
     """
     from components.common.registry.keys import signing_key
     from enginery.release.fetch import read_identity
+    from enginery.serving.shadow import ShadowConfig
     from enginery.serving.shadow_record import ShadowManifest, read_labels, read_record, with_labels, write_record
 
     check_new(output, "a shadow record")
@@ -58,9 +60,9 @@ def shadow(
             raise UserError(message, code="no-labels", setting="--labels")
         record, answers = read_record(folder)
         fields: dict[str, Any] = dict(record.manifest)
-        config: Any = _config(**record.manifest.config)
+        config: Any = resolve(ShadowConfig, "shadow", record.manifest.config)
     else:
-        config = _config(**settings)
+        config = resolve(ShadowConfig, "shadow", settings)
         answers, fields = _collect(folder, url, config)
     if known:
         answers = with_labels(answers, known)
@@ -71,13 +73,6 @@ def shadow(
     else:
         _print(manifest)
         click.echo(f"{output} written; to deploy the challenger: enginery deploy --require-shadow {output} ...")
-
-
-def _config(**values: Any) -> Any:
-    from components.common.contracts.settings import resolve
-    from enginery.serving.shadow import ShadowConfig
-
-    return resolve(ShadowConfig, "shadow", values)
 
 
 def _collect(folder: Path, url: str, config: Any) -> tuple[Any, dict[str, Any]]:

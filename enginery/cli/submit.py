@@ -20,12 +20,11 @@ from enginery.cli.run import FILE_FIRST, pipeline_command
 from enginery.cluster.server import KfpServer, quiet
 from enginery.cluster.settings import ClusterSettings, settings_rows
 from enginery.cluster.watch import follow
+from enginery.formats import seconds_in
 from enginery.local.parameters import PipelineFile, load_pipeline
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
-
-@click.command(context_settings=FILE_FIRST, add_help_option=False, options_metavar="")
+@click.command(context_settings=FILE_FIRST, options_metavar="")
 @click.argument("file", type=PATH, metavar="PIPELINE --endpoint URL [OPTIONS]")
 @click.pass_context
 def submit(ctx: click.Context, file: Path) -> None:
@@ -35,9 +34,6 @@ def submit(ctx: click.Context, file: Path) -> None:
     submit --settings-help` the keys of the settings file. Paths among them are the cluster's. A bearer token is taken
     from the environment variable KFP_TOKEN, a login page's cookie from KFP_COOKIE.
     """
-    if str(file) in ("-h", "--help"):
-        click.echo(ctx.get_help())
-        return
     if str(file) == "--settings-help":
         _show_settings()
         return
@@ -148,11 +144,11 @@ def _cron(text: str) -> str:
 
 
 def _every_s(text: str) -> int:
-    match = re.fullmatch(r"([1-9][0-9]*)([smhd])", text.strip())
-    if match is None:
+    seconds = seconds_in(text)
+    if not seconds or seconds % 1:
         message = f"--every takes a number and s, m, h or d, such as 6h; got {text!r}"
         raise UserError(message, code="bad-schedule", setting="--every")
-    return int(match[1]) * _SECONDS[match[2]]
+    return int(seconds)
 
 
 def _submit(file: PipelineFile, request: Request, server: KfpServer, *, wait: bool, logs: bool) -> int:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.registry.store import without_credentials
+from enginery.formats import seconds_in
 from enginery.local.runs import PastRun
 from enginery.local.state import CACHE, LOCK, StateDirectory
 
 _TRASH = ".trash-"
-_SECONDS = {"min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _BYTES = {"": 1, "B": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -76,11 +76,11 @@ def parse_age(text: str) -> float:
     Raises:
         UserError: it is none of these.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(min|h|d|w)", text.strip().lower())
-    if match is None:
+    seconds = seconds_in(text)
+    if seconds is None:
         message = f"--older-than takes a number and a unit (min, h, d, w), such as 30d, 12h or 90min; got {text!r}"
         raise UserError(message, code="invalid-rule", setting="--older-than")
-    return float(match[1]) * _SECONDS[match[2]]
+    return seconds
 
 
 def parse_size(text: str) -> int:
