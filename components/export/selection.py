@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import onnx
@@ -251,6 +251,19 @@ class Budget:
             num_validation_images=dataset.manifest.splits["val"].num_images if config.gate.confident else 0,
         )
 
+    def trial(self, fp32: Any, own: Any, **known: Any) -> Trial:
+        """The record of a candidate, of which more is `known`, by predictions of any task on the same images."""
+        found = own.comparison(fp32)
+        return Trial(
+            score_pct=own.score_pct,
+            delta_points=found.delta_points,
+            low_points=-found.drop_upper_points,
+            high_points=-found.drop_lower_points,
+            agreement_pct=own.agreement_pct(fp32),
+            within_budget=self.holds(fp32, own),
+            **known,
+        )
+
     def holds(self, fp32: Predictions, own: Predictions, num_images: int = 0) -> bool:
         """True if the gate would pass it with as large a share of regressed and improved validation images as here.
 
@@ -452,22 +465,8 @@ class Selection:
         return insert_qdq(model, self.scales[method], exclude=excluded, arithmetic=self.arithmetic)
 
     def _remember(self, method: str, excluded: tuple[str, ...], own: Predictions) -> Trial:
-        fp32 = self._fp32_on(own.num_images)
-        found = own.comparison(fp32)
-        self.trials.append(
-            Trial(
-                method=method,
-                excluded=excluded,
-                num_images=own.num_images,
-                score_pct=own.score_pct,
-                delta_points=found.delta_points,
-                low_points=-found.drop_upper_points,
-                high_points=-found.drop_lower_points,
-                agreement_pct=own.agreement_pct(fp32),
-                within_budget=self.budget.holds(fp32, own),
-                **asdict(self.arithmetic),
-            )
-        )
+        known = {"method": method, "excluded": excluded, "num_images": own.num_images, **asdict(self.arithmetic)}
+        self.trials.append(self.budget.trial(self._fp32_on(own.num_images), own, **known))
         return self.trials[-1]
 
     def _late(self, num_passes: int = 1) -> bool:

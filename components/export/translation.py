@@ -552,19 +552,8 @@ class _Search:
     ) -> Trial:
         self.log.progress("choosing INT8", 0, 1, f"{method}, {len(excluded)} layers in float")
         own = self._predictions(self._int8(scales, excluded), selection)
-        found = own.comparison(fp32)
-        return Trial(
-            method=method,
-            excluded=excluded,
-            score_pct=own.score_pct,
-            chrf_pct=own.measures()["chrf_pct"],
-            delta_points=found.delta_points,
-            low_points=-found.drop_upper_points,
-            high_points=-found.drop_lower_points,
-            agreement_pct=own.agreement_pct(fp32),
-            within_budget=self.budget.allows(own.drop(fp32, own.num_images), fp32.score_pct),
-            **asdict(self.arithmetic),
-        )
+        known = {"method": method, "excluded": excluded, **own.measures(), **asdict(self.arithmetic)}
+        return self.budget.trial(fp32, own, **known)
 
     def _ranking(self, scales: Mapping[str, float], pairs: Pairs) -> list[LayerCost]:
         """Layers, the costliest first: by the divergence of the next tokens where one alone is in INT8."""

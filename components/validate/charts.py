@@ -60,12 +60,11 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def new_axes(x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    """A chart of the usual size with its axes named."""
-    figure = Figure(figsize=(4.6, 3.1), layout="constrained")  # inches; as SVG the page scales it
+def new_axes(x_label: str, y_label: str, width: float = 4.6, height: float = 3.1) -> tuple[Figure, Axes]:
+    """A chart of some inches, which the page scales, with its axes named."""
+    figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
+    axes.set(xlabel=x_label, ylabel=y_label)
     return figure, axes
 
 
@@ -164,9 +163,7 @@ def speed_chart(benchmark: BenchmarkReport, unit: str = "images") -> str:
         return ""
     named = _named_batches([row.batch_size for row in shown if row.is_plain])
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "speed"}):
-        figure = Figure(figsize=(_WIDTH_INCHES, 4.2), layout="constrained")
-        axes = figure.add_subplot()
-        axes.set(xlabel="median latency of a batch in ms", ylabel=f"{unit} per second")
+        figure, axes = new_axes("median latency of a batch in ms", f"{unit} per second", _WIDTH_INCHES, 4.2)
         for precision, color in SERIES.items():
             streams = [row for row in shown if row.precision == precision and row.num_streams > 1]
             hollow: dict[str, Any] = {"linestyle": "", "markerfacecolor": GROUND, "markersize": 5, "zorder": 3}
@@ -198,9 +195,7 @@ def lengths_chart(report: BenchmarkReport) -> str:
     if not rows:
         return ""
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "lengths"}):
-        figure = Figure(figsize=(_WIDTH_INCHES, 3.4), layout="constrained")
-        axes = figure.add_subplot()
-        axes.set(xlabel="tokens of the sentence", ylabel="latency in ms")
+        figure, axes = new_axes("tokens of the sentence", "latency in ms", _WIDTH_INCHES, 3.4)
         for precision, color in SERIES.items():
             own = [row for row in rows if row.precision == precision]
             if own:
@@ -248,14 +243,11 @@ def confusion_picture(matrix: Sequence[Sequence[int]], classes: Sequence[str], p
     cells = np.where(diagonal[..., None], _HIT, _MISS)  # [N, N, 3], 0..1
     opacity = np.where(diagonal, 0.8 * share, np.where(counts > 0, 0.35 + 0.65 * share, 0))
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": f"confusion {precision}", "axes.grid": False}):
-        figure = Figure(figsize=(_WIDTH_INCHES, 7.4), layout="constrained")
-        axes = figure.add_subplot()
+        figure, axes = new_axes("prediction, in the same order", "label", _WIDTH_INCHES, 7.4)
         axes.imshow(np.dstack([cells, opacity]), interpolation="none")
         named = np.unique(np.linspace(0, len(classes) - 1, _MAX_NAMED).round().astype(int)).tolist()
         axes.set_yticks(named, [shortened(classes[index]) for index in named], fontsize=8.5)
         axes.set_xticks([])
-        axes.set_xlabel("prediction, in the same order")
-        axes.set_ylabel("label")
         return as_svg(figure)
 
 
@@ -265,8 +257,7 @@ def recall_chart(accuracy: AccuracyReport) -> str:
     if not rows:
         return ""
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "recall"}):
-        figure, axes = new_axes("recall in %", "precision in %")
-        figure.set_size_inches(_WIDTH_INCHES, 3.4)
+        figure, axes = new_axes("recall in %", "precision in %", _WIDTH_INCHES, 3.4)
         for row, style in zip(rows, ("-", "--", ":"), strict=False):
             curve = row.precision_by_recall_pct
             axes.plot(range(len(curve)), curve, style, color=SERIES[row.precision], label=row.precision.upper())
@@ -385,10 +376,8 @@ def placement_chart(placement: PlacementEntry) -> str:
     agreement = [100.0 if trial.agreement_pct is None else trial.agreement_pct for trial in trials]
     known = any(trial.agreement_pct is not None for trial in trials)
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "placement"}):
-        figure, axes = new_axes(
-            f"time of a batch of {placement.batch_size}, in ms", "same as FP32, in %" if known else ""
-        )
-        figure.set_size_inches(_WIDTH_INCHES, 3.1)
+        x_label = f"time of a batch of {placement.batch_size}, in ms"
+        figure, axes = new_axes(x_label, "same as FP32, in %" if known else "", _WIDTH_INCHES)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
         if not known:
             axes.set_yticks([])

@@ -13,7 +13,7 @@ import socket
 import sqlite3
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -277,21 +277,23 @@ def _pins(constraints: Path) -> dict[str, str]:
     return pins
 
 
+def probed(find: Callable[[Probes], Finding], probes: Probes) -> Finding:
+    """Run a check of a library, which must import and work."""
+    try:
+        return find(probes)
+    except ProbeError as error:
+        return missing(f"does not work: {error}", _REINSTALL)
+
+
 def torch(probes: Probes) -> Finding:
     """PyTorch, which must import."""
-    try:
-        version, cuda = probes.ask("torch", "version"), probes.ask("torch", "cuda")
-    except ProbeError as error:
-        return missing(f"does not import: {error}", _REINSTALL)
+    version, cuda = probes.ask("torch", "version"), probes.ask("torch", "cuda")
     return ok(f"{version}, built for CUDA {cuda}" if cuda else f"{version}, built without CUDA")
 
 
 def dali(probes: Probes) -> Finding:
     """DALI, which must import and decode on the CPU."""
-    try:
-        version, decodes = probes.ask("dali", "version"), probes.ask("dali", "cpu_decodes")
-    except ProbeError as error:
-        return missing(f"does not work: {error}", _REINSTALL)
+    version, decodes = probes.ask("dali", "version"), probes.ask("dali", "cpu_decodes")
     if not decodes:
         return missing(f"{version} decodes a JPEG to a wrong shape", _REINSTALL)
     return ok(f"{version}; a JPEG decoded on the CPU")
@@ -299,10 +301,7 @@ def dali(probes: Probes) -> Finding:
 
 def openvino(probes: Probes) -> Finding:
     """The runtime of models on the CPU."""
-    try:
-        version, devices = probes.ask("openvino", "version"), probes.ask("openvino", "devices")
-    except ProbeError as error:
-        return missing(f"does not work: {error}", _REINSTALL)
+    version, devices = probes.ask("openvino", "version"), probes.ask("openvino", "devices")
     if "CPU" not in devices:
         return missing(f"{version} finds no CPU device (it finds {', '.join(devices) or 'nothing'})", _REINSTALL)
     return ok(f"{version} on the CPU, INT8 in integer arithmetic")
@@ -310,10 +309,7 @@ def openvino(probes: Probes) -> Finding:
 
 def video(probes: Probes) -> Finding:
     """The decoder of videos, and where it decodes."""
-    try:
-        version, on_cpu, on_gpu = (probes.ask("video", key) for key in ("version", "cpu", "cuda"))
-    except ProbeError as error:
-        return missing(f"does not work: {error}", _REINSTALL)
+    version, on_cpu, on_gpu = (probes.ask("video", key) for key in ("version", "cpu", "cuda"))
     nvdec = f", and {', '.join(on_gpu)} on the GPU by NVDEC" if on_gpu else ""
     return ok(f"PyAV {version} decodes {', '.join(on_cpu)} on the CPU{nvdec}")
 
@@ -443,10 +439,10 @@ def all_checks(probes: Probes, bundle: BundleManifest | None = None) -> list[Pla
         Planned("storage", "MLflow tracking", tracking, required=True),
         Planned("software", "Python", python),
         Planned("software", "versions", versions, required=True),
-        Planned("software", "PyTorch", partial(torch, probes), required=True),
-        Planned("software", "DALI", partial(dali, probes), required=True),
-        Planned("software", "OpenVINO", partial(openvino, probes)),
-        Planned("software", "video", partial(video, probes)),
+        Planned("software", "PyTorch", partial(probed, torch, probes), required=True),
+        Planned("software", "DALI", partial(probed, dali, probes), required=True),
+        Planned("software", "OpenVINO", partial(probed, openvino, probes)),
+        Planned("software", "video", partial(probed, video, probes)),
         Planned("GPU", "GPU", gpu.gpus),
         Planned("GPU", "driver", gpu.driver),
         Planned("GPU", "PyTorch on GPU", partial(gpu.guard, gpu.torch_sees_cuda)),

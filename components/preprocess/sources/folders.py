@@ -243,9 +243,7 @@ class ListedTree:
 
     def read(self, path: str) -> bytes:
         """As LocalTree."""
-        file = next((file for file in self._files.get(path.rpartition("/")[0], ()) if file.path == path), None)
-        if file is None:
-            raise FileNotFoundError(path)
+        file = self._file(path)
         check_size(file.size_bytes, MAX_TEXT_BYTES)
         return self._storage.read(sample_of(file, 0))
 
@@ -253,9 +251,7 @@ class ListedTree:
         """As LocalTree. Raises UserError: a file within an archive is too large for memory."""
         if isinstance(self._storage, FileStorage):
             return self._storage.place.open(path)
-        file = next((file for file in self._files.get(path.rpartition("/")[0], ()) if file.path == path), None)
-        if file is None:
-            raise FileNotFoundError(path)
+        file = self._file(path)
         if file.size_bytes > MAX_FILE_BYTES:
             raise UserError(
                 f"{shown(self.name, path)} has {file.size_bytes:,} bytes, and a file within an archive is read into "
@@ -264,6 +260,12 @@ class ListedTree:
                 setting="data",
             )
         return io.BytesIO(self._storage.read(sample_of(file, 0)))
+
+    def _file(self, path: str) -> File:
+        for file in self._files.get(path.rpartition("/")[0], ()):
+            if file.path == path:
+                return file
+        raise FileNotFoundError(path)
 
 
 Tree = LocalTree | ListedTree

@@ -119,8 +119,8 @@ def test_a_library_that_crashes_or_hangs_takes_only_its_probe_down(
     probes = Probes(("torch", "openvino"))
     with pytest.raises(ProbeError, match="SIGILL"):
         probes.ask("torch", "available")
-    assert machine.torch(probes).found == "does not import: ended by SIGILL"
-    assert machine.openvino(probes).found == "does not work: gave no answer in 3 s"
+    assert machine.probed(machine.torch, probes).found == "does not work: ended by SIGILL"
+    assert machine.probed(machine.openvino, probes).found == "does not work: gave no answer in 3 s"
 
 
 @pytest.mark.parametrize(

@@ -119,12 +119,12 @@ class Matches:
         ends = np.cumsum(np.bincount(self.classes, minlength=self.num_objects.shape[1]))
         return np.split(order, ends[:-1])
 
-    def curve(self, threshold: int = 0) -> np.ndarray:
-        """[classes, 101]: the precision at each of RECALLS, NaN for a class without objects."""
+    def curve(self) -> np.ndarray:
+        """[classes, 101]: the precision at each of RECALLS at an overlap of 0.5, NaN for a class without objects."""
         totals = self.num_objects.sum(axis=0)
         curves = np.full((len(totals), len(RECALLS)), np.nan)
         for index in np.flatnonzero(totals):
-            found = self.found[self._by_class[index], threshold]
+            found = self.found[self._by_class[index], 0]
             right, wrong = np.cumsum(found == FOUND), np.cumsum(found == WRONG)
             best = np.maximum.accumulate((right / (right + wrong + _EPSILON))[::-1])[::-1]
             places = np.searchsorted(right / totals[index], RECALLS, side="left")
