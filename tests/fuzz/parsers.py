@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 from safetensors.torch import save
 
 from components.common.contracts.errors import EngineryError
@@ -35,31 +35,27 @@ from components.common.runtimes.architectures import load_weights, read_weights
 from components.common.tasks import TaskName
 from components.export.onnx_export import read_user_onnx
 from components.preprocess.decoding import Rejected
-from components.preprocess.sources import Unreadable, find_samples, read_sample
+from components.preprocess.sources import Unreadable, read_sample
 from components.preprocess.tasks import labels_of
 from tests.fuzz.images import mutate
 from tests.fuzz.running import limited
+from tests.unit.networks import onnx_model
+from tests.unit.preprocess.builders import find, member, write_tar, write_zip
+from tests.unit.registered import make_dataset
 
 BATCH = 50
 _NUM_READ = 4  # samples of a source
 
 
+def _content(write: Callable[[Path], object]) -> bytes:
+    """What `write(file)` writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(file := Path(folder, "x.tar"))
+        return file.read_bytes()
+
+
 def _tar(members: dict[str, bytes], form: int) -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=form) as packed:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            packed.addfile(info, io.BytesIO(data))
-    return stream.getvalue()
-
-
-def _zip(members: dict[str, bytes], method: int) -> bytes:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", method) as packed:
-        for name, data in members.items():
-            packed.writestr(name, data)
-    return stream.getvalue()
+    return _content(lambda file: write_tar(file, *(member(*own) for own in members.items()), form=form))
 
 
 def _parquet(rows: dict[str, list[str]]) -> bytes:
@@ -72,7 +68,6 @@ def _parquet(rows: dict[str, list[str]]) -> bytes:
 
 
 def _onnx() -> bytes:
-    weights = numpy_helper.from_array(np.full((2, 3, 1, 1), 0.5, np.float32), "w")
     shape = numpy_helper.from_array(np.array([1.0, 2.0], np.float32), "value")
     nodes = [
         helper.make_node("Constant", [], ["b"], value=shape),
@@ -80,15 +75,8 @@ def _onnx() -> bytes:
         helper.make_node("GlobalAveragePool", ["c"], ["p"]),
         helper.make_node("Flatten", ["p"], ["y"]),
     ]
-    graph = helper.make_graph(
-        nodes,
-        "tiny",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 3, 8, 8])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 2])],
-        [weights],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    content: bytes = model.SerializeToString()
+    weights = {"w": np.full((2, 3, 1, 1), 0.5, np.float32)}
+    content: bytes = onnx_model(nodes, {"x": ["N", 3, 8, 8]}, {"y": ["N", 2]}, weights).SerializeToString()
     return content
 
 
@@ -103,17 +91,13 @@ def _network() -> torch.nn.Module:
 
 
 def _manifest() -> bytes:
-    digest = "sha256:" + "0" * 64
-    split = {"num_images": 4, "shards": ["val-000000.tar"], "fingerprint": digest, "images_per_class": [2, 2]}
-    fields = {"schema_version": 1, "kind": "dataset", "files": {"a.tar": {"size": 5, "digest": digest}}, "inputs": {}}
-    return json.dumps(
-        {**fields, "config": {}, "classes": ["a", "b"], "splits": {"train": split, "val": split}}
-    ).encode()
+    with tempfile.TemporaryDirectory() as folder:
+        return (make_dataset(Path(folder, "dataset")) / MANIFEST).read_bytes()
 
 
 def _read_source(file: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        source = find_samples(str(file), val_fraction=0.25, seed=0, class_names_file="", scratch=Path(scratch))
+        source = find(file, Path(scratch))
         for sample in source.splits["train"][:_NUM_READ]:
             with contextlib.suppress(OSError, Unreadable):
                 read_sample(source.storage, sample)
@@ -150,9 +134,7 @@ def _read_labels(file: Path, tasks: Sequence[TaskName] = ("detection",)) -> None
         for name in (file.name, f"1{file.suffix}"):  # of two images, if it is of one
             shutil.copy(file, Path(folder, name))
         for task in tasks:
-            source = find_samples(
-                folder, val_fraction=0.25, seed=0, class_names_file="", scratch=Path(folder), task=task
-            )
+            source = find(folder, Path(folder), task=task)
             for sample in (*source.splits["train"], *source.splits["val"]):
                 if sample.annotation is not None:  # else it is refused
                     with contextlib.suppress(Rejected):
@@ -187,8 +169,8 @@ def originals() -> dict[str, tuple[bytes, Callable[[Path], object]]]:
         "webdataset.tar": _tar(samples, tarfile.USTAR_FORMAT),
         "x.tar.gz": gzip.compress(plain),
         "x.tar.xz": lzma.compress(plain),
-        "stored.zip": _zip(members, zipfile.ZIP_STORED),
-        "deflated.zip": _zip(members, zipfile.ZIP_DEFLATED),
+        "stored.zip": _content(lambda file: write_zip(file, members, zipfile.ZIP_STORED)),
+        "deflated.zip": _content(lambda file: write_zip(file, members)),
         "t.csv": table.encode(),
         "t.parquet": _parquet(rows),
     }

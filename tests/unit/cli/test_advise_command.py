@@ -11,7 +11,7 @@ import onnx
 import pytest
 import torch
 from click.testing import CliRunner
-from onnx import TensorProto, helper
+from onnx import helper
 
 from components.common.contracts.manifests import BundleManifest, load
 from components.common.runtimes.architectures import build_model
@@ -20,6 +20,7 @@ from enginery.advise import answers
 from enginery.advise.answers import PRICES, read_prices
 from enginery.advise.roofline import Prediction, Work, devices, load_coefficients, predict
 from enginery.cli.advise import advise
+from tests.unit.networks import onnx_model
 from tests.unit.refusals import refuses
 from tests.unit.shapes import Chain
 
@@ -62,27 +63,20 @@ def test_a_load_decides_batch_and_max_q() -> None:
         assert [row["gpu"] for row in rows.values() if row["max_q"]] == [best["gpu"]]
 
 
-def test_requests_queue_where_devices_are_full() -> None:
-    """The same engine answers later the closer its load is to its speed, and at nine tenths the latest."""
+def test_the_tail_of_the_queue_is_that_of_a_simulation() -> None:
+    """Poisson arrivals at one server that takes a millisecond for each: 99 % wait no longer than is said.
+
+    The closer a load is to the engine's speed the later it answers, and at nine tenths the latest.
+    """
     prediction = Prediction(images_per_s=1000.0, batch_s=0.001, busy_share=1.0, limit="arithmetic")
     engine = answers._Engine(precision="fp16", batch=1, streams=1, prediction=prediction, log_error=0.0)
-    times = [engine.p99_s(qps) for qps in (1.0, 500.0, 890.0)]
-    assert times[0] == pytest.approx(0.002, rel=0.01)
-    assert times[1] == pytest.approx(0.002 + 2.303 * 1 / 1000, rel=0.01)
-    assert times[0] < times[1] < times[2] < engine.p99_s(None)
-
-
-def test_the_tail_of_the_queue_is_that_of_a_simulation() -> None:
-    """Poisson arrivals at one server that takes a millisecond for each: 99 % wait no longer than is said."""
-    chance = np.random.default_rng(0)
-    arrivals = np.cumsum(chance.exponential(1 / 800, 200_000))
-    done, times = 0.0, []
+    done, times, arrivals = 0.0, [], np.cumsum(np.random.default_rng(0).exponential(1 / 800, 200_000))
     for arrival in arrivals:
         done = max(done, arrival) + 0.001
         times.append(done - arrival)
-    prediction = Prediction(images_per_s=1000.0, batch_s=0.001, busy_share=1.0, limit="arithmetic")
-    engine = answers._Engine(precision="fp16", batch=1, streams=1, prediction=prediction, log_error=0.0)
     assert engine.p99_s(800.0) == pytest.approx(float(np.quantile(times, 0.99)), rel=0.15)
+    assert [engine.p99_s(qps) for qps in (1.0, 500.0)] == pytest.approx([0.002, 0.0043], rel=0.01)
+    assert engine.p99_s(800.0) < engine.p99_s(890.0) < engine.p99_s(None)
 
 
 def test_a_short_latency_takes_small_batches_or_none() -> None:
@@ -213,11 +207,13 @@ def test_a_page_without_an_answer_says_so(tmp_path: Path) -> None:
 
 
 def test_a_file_without_products_has_no_roofline(tmp_path: Path) -> None:
-    images = helper.make_tensor_value_info("images", TensorProto.FLOAT, [1, 3, 64, 64])
-    graph = helper.make_graph([helper.make_node("Relu", ["images"], ["logits"])], "graph", [images], [])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), tmp_path / "model.onnx")
+    for sides, name in ((("height", "width"), "unknown"), ((64, 64), "model")):
+        node = helper.make_node("Relu", ["images"], ["logits"])
+        onnx.save(onnx_model([node], {"images": [1, 3, *sides]}, {}), tmp_path / f"{name}.onnx")
     _rows(str(tmp_path / "model.onnx"), "--html", str(tmp_path / "page.html"))
     assert (tmp_path / "page.html").read_text().count("<svg") == 1  # the cost
+    with refuses("shapes-unknown"):
+        _rows(str(tmp_path / "unknown.onnx"))
 
 
 def test_a_precision_that_a_cpu_does_not_have_is_not_late(tmp_path: Path) -> None:
@@ -258,18 +254,17 @@ def test_shipped_prices_name_date_and_source() -> None:
         assert line.split(",")[2].startswith("2026-")
 
 
-@pytest.mark.parametrize("text", ["7", "0ms", "-7ms", "7 weeks", "1e9s", "ms"])
-def test_times_are_read(text: str) -> None:
-    if text == "7":  # of the option's unit
-        assert _rows(*_ASKED, "--p99", text) == _rows(*_ASKED, "--p99", "0.007s")
-        return
-    with refuses("invalid-numbers", "--p99"):
-        _rows(*_ASKED, "--p99", text)
+def test_times_are_read() -> None:
+    assert _rows(*_ASKED, "--p99", "7") == _rows(*_ASKED, "--p99", "0.007s")  # of the option's unit
+    for text in ("0ms", "-7ms", "7 weeks", "1e9s", "ms"):
+        with refuses("invalid-numbers", "--p99"):
+            _rows(*_ASKED, "--p99", text)
 
 
-def test_a_page_needs_a_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["none/page.html", "."])
+def test_a_page_needs_a_folder_and_is_none(tmp_path: Path, name: str) -> None:
     with refuses("no-folder", "--html"):
-        _rows(*_ASKED, "--html", str(tmp_path / "none" / "page.html"))
+        _rows(*_ASKED, "--html", str(tmp_path / name))
 
 
 def test_a_narrow_terminal_keeps_the_numbers_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,11 +280,6 @@ def test_a_narrow_terminal_keeps_the_numbers_whole(monkeypatch: pytest.MonkeyPat
     assert "img/s/W" in texts[80].split("Left out")[1]
     assert f" {row['images_per_s_per_w']:.3g} " in lines[200]
     assert "Left out" not in texts[200]
-
-
-def test_a_page_is_no_folder(tmp_path: Path) -> None:
-    with refuses("no-folder", "--html"):
-        _rows(*_ASKED, "--html", str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -340,26 +330,15 @@ def test_networks_of_text_are_refused() -> None:
 
 
 def test_an_onnx_file_is_served_and_not_trained(tmp_path: Path) -> None:
-    images = helper.make_tensor_value_info("images", TensorProto.FLOAT, ["batch", 3, 96, 96])
-    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 64, 94, 94])
-    weight = helper.make_tensor("weight", TensorProto.FLOAT, [64, 3, 3, 3], [0.0] * 1728)
-    node = helper.make_node("Conv", ["images", "weight"], ["logits"])
-    graph = helper.make_graph([node], "graph", [images], [logits], [weight])
+    node, weights = helper.make_node("Conv", ["images", "weight"], ["logits"]), np.zeros((64, 3, 3, 3), np.float32)
+    shapes = {"images": ["batch", 3, 96, 96]}, {"logits": ["batch", 64, 94, 94]}
     file = tmp_path / "model.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), file)
+    onnx.save(onnx_model([node], *shapes, {"weight": weights}), file)
     # Images of 96 px: no more of them than the link carries.
     assert 0 < _rows(str(file), "--p99", "1s")["P4"]["images_per_s"] <= 15.75e9 * 0.874 / (12 * 96**2) * 1.001
     for arguments, code in ((("--workload", "train"), "not-trainable"), (("--image-size", "64"), "fixed-by-file")):
         with refuses(code):
             _rows(str(file), *arguments)
-
-
-def test_a_file_that_computes_nothing_is_refused(tmp_path: Path) -> None:
-    images = helper.make_tensor_value_info("images", TensorProto.FLOAT, [1, 3, "height", "width"])
-    graph = helper.make_graph([helper.make_node("Relu", ["images"], ["logits"])], "graph", [images], [])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), tmp_path / "model.onnx")
-    with refuses("shapes-unknown"):
-        _rows(str(tmp_path / "model.onnx"))
 
 
 def test_batches_precisions_and_streams_cost_what_they_should() -> None:

@@ -3,11 +3,12 @@
 import json
 from functools import cache
 
+import numpy as np
 import onnx
 import pytest
 import torch
 import torchvision
-from onnx import TensorProto, helper
+from onnx import helper
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import advise
@@ -16,6 +17,7 @@ from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes.counting import count_model, count_onnx, training_memory
 from enginery.benchmark.measuring import write_network
 from enginery.local.preflight import _REST_BYTES
+from tests.unit.networks import onnx_model
 from tests.unit.refusals import refuses
 
 # torchvision's documents: GFLOPS of its table (multiply-accumulates), and parameters.
@@ -95,19 +97,13 @@ def test_live_memory_is_what_lives_at_once() -> None:
 
 
 def _reshaping(batch: int | str, size: tuple[int, int] = (8, 8)) -> onnx.ModelProto:
-    shape = [batch if isinstance(batch, int) else -1, 3 * size[0] * size[1]]
+    shape = np.array([batch if isinstance(batch, int) else -1, 3 * size[0] * size[1]])
     nodes = [
         helper.make_node("Reshape", ["images", "shape"], ["rows"]),
         helper.make_node("MatMul", ["rows", "weight"], ["logits"]),
     ]
-    weights = [
-        helper.make_tensor("shape", TensorProto.INT64, [2], shape),
-        helper.make_tensor("weight", TensorProto.FLOAT, [shape[1], 4], [0.0] * 4 * shape[1]),
-    ]
-    images = helper.make_tensor_value_info("images", TensorProto.FLOAT, [batch, 3, *size])
-    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, [batch, 4])
-    graph = helper.make_graph(nodes, "graph", [images], [logits], weights)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    weights = {"shape": shape, "weight": np.zeros((shape[1], 4), np.float32)}
+    return onnx_model(nodes, {"images": [batch, 3, *size]}, {"logits": [batch, 4]}, weights)
 
 
 def test_a_file_of_a_fixed_batch_counts_one_image(tmp_path) -> None:
@@ -127,11 +123,10 @@ def test_a_file_of_a_fixed_batch_counts_one_image(tmp_path) -> None:
     ],
 )
 def test_files_that_say_too_little_are_refused(tmp_path, operator, inputs, side, code) -> None:
-    images = helper.make_tensor_value_info("images", TensorProto.FLOAT, [1, 3, side, side])
-    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, [1, 4, side, side])
-    weight = helper.make_tensor("weight", TensorProto.FLOAT, [4, 3, 1, 1], [0.0] * 12)
-    graph = helper.make_graph([helper.make_node(operator, inputs, ["logits"])], "graph", [images], [logits], [weight])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), tmp_path / "model.onnx")
+    shapes = {"images": [1, 3, side, side]}, {"logits": [1, 4, side, side]}
+    weights = {"weight": np.zeros((4, 3, 1, 1), np.float32)}
+    model = onnx_model([helper.make_node(operator, inputs, ["logits"])], *shapes, weights)
+    onnx.save(model, tmp_path / "model.onnx")
     with refuses(code):
         count_onnx(tmp_path / "model.onnx")
 

@@ -7,7 +7,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import TensorProto, helper
+from onnx import helper
 
 from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes.onnxruntime import OnnxRuntimeRunner
@@ -19,6 +19,7 @@ from components.common.tasks.detection.networks import FcosSmall
 from components.export.onnx_export import export_onnx
 from components.export.precision import raise_opset, to_fp16
 
+from ...networks import onnx_model
 from ...onnx_outputs import check_candidates
 from .test_boxes import output
 
@@ -56,10 +57,8 @@ def test_the_same_boxes_are_found(steps: int | None, min_score: float) -> None:
     if steps:
         every[..., 8:] = np.round(every[..., 8:] * steps) / steps
     every[2] = np.nan
-    value = helper.make_tensor_value_info("outputs", TensorProto.FLOAT, ["batch", *every.shape[1:]])
-    result = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", *every.shape[1:]])
-    graph = helper.make_graph([helper.make_node("Identity", ["outputs"], ["logits"])], "detector", [value], [result])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    shape = ["batch", *every.shape[1:]]
+    model = onnx_model([helper.make_node("Identity", ["outputs"], ["logits"])], {"outputs": shape}, {"logits": shape})
     session = onnxruntime.InferenceSession(keep_candidates(model).SerializeToString())
     (kept,) = session.run(None, {"outputs": every})
     assert kept.shape == (3, MAX_CANDIDATES, 8 + 3)
