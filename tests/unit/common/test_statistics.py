@@ -90,11 +90,6 @@ def test_images_needed_are_the_fewest_that_decide(lost: int, gained: int, budget
     assert not is_open(needed)
 
 
-def test_no_number_of_images_tells_a_drop_from_itself() -> None:
-    assert images_needed(400, 2, 0, 0.5) is None
-    assert images_needed(400, 0, 0, 0.0) is None
-
-
 @pytest.mark.parametrize(
     ("num_correct", "count", "share"), [(33, 90, 1 / 3), (40, 90, 1 / 3), (0, 5, 0.5), (5, 5, 0.5)]
 )

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from PIL import Image
 from components.common.contracts.errors import EngineryError
 from enginery.cli.data import _translate_errors
 from enginery.datasets.digits import write_digits
+from enginery.datasets.phrases import write_phrases
+from enginery.datasets.shapes import write_shapes
 from enginery.datasets.textures import FAMILIES, TRAITS, class_traits, texture_image, texture_jpeg, write_textures
 from tests.unit.refusals import refuses
 from tests.unit.registered import enginery
@@ -98,9 +101,20 @@ def test_directories_of_something_else_are_refused_and_kept(small: Path, tmp_pat
     refused("damaged-arguments", tmp_path)
 
 
-@pytest.mark.parametrize("changed", [{"num_classes": 0}, {"num_val": 2}, {"seed": -1}, {"image_size": 8}])
-def test_arguments_out_of_range(tmp_path: Path, changed: dict[str, int]) -> None:
-    refused("invalid-setting", tmp_path / "new", **changed)
+BOTH = (("seed", -1), ("image_size", 8))
+
+
+@pytest.mark.parametrize(
+    ("write", "changed"),
+    [
+        *((write_textures, {name: value}) for name, value in (("num_classes", 0), ("num_val", 2), *BOTH)),
+        *((write_shapes, {name: value}) for name, value in (("num_train", 0), ("num_val", 0), *BOTH)),
+        *((write_phrases, {name: value}) for name, value in (("num_pairs", 99), BOTH[0])),
+    ],
+)
+def test_arguments_out_of_range(tmp_path: Path, write: Callable[..., object], changed: dict[str, int]) -> None:
+    with refuses("invalid-setting", "--" + next(iter(changed)).replace("_", "-")):
+        write(tmp_path / "new", **({**SMALL, **changed} if write is write_textures else changed))
     assert not (tmp_path / "new").exists()
 
 

@@ -12,7 +12,6 @@ from pycocotools.coco import COCO
 
 from enginery.datasets.shapes import CLASSES, shape_image, write_shapes
 from tests.unit.datasets.test_datasets import digests
-from tests.unit.refusals import refuses
 from tests.unit.registered import enginery
 
 SMALL: dict[str, Any] = {"num_train": 40, "num_val": 10, "image_size": 64, "num_workers": 1}
@@ -94,13 +93,6 @@ def test_colours_change_at_the_edges_of_the_mask() -> None:
         at_edges.append(steps[edges])
         elsewhere.append(steps[~edges])
     assert np.concatenate(at_edges).mean() > 3 * np.concatenate(elsewhere).mean()
-
-
-@pytest.mark.parametrize("changed", [{"num_train": 0}, {"num_val": 0}, {"seed": -1}, {"image_size": 8}])
-def test_arguments_out_of_range(tmp_path: Path, changed: dict[str, int]) -> None:
-    with refuses("invalid-setting", "--" + next(iter(changed)).replace("_", "-")):
-        write_shapes(tmp_path / "data", **{**SMALL, **changed})
-    assert not (tmp_path / "data").exists()
 
 
 def test_the_command(tmp_path: Path) -> None:

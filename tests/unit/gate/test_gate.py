@@ -129,13 +129,6 @@ def test_more_images_are_advised_where_they_alone_are_missing(tmp_path: Path, ro
     assert ("Validate on more images" in said) == advised
 
 
-@pytest.mark.parametrize(("fp32", "int8"), [(80.0, None), (None, 80.0)])
-def test_what_was_not_measured_fails_with_a_verdict(tmp_path: Path, fp32: float | None, int8: float | None) -> None:
-    said, verdict = judged(report(tmp_path / "report", accuracy_row("fp32", fp32), accuracy_row("int8", int8)))
-    assert "was not measured here: needs TensorRT" in said
-    assert not verdict.passed
-
-
 def test_a_report_of_other_thresholds_is_refused_with_both_ways_out(tmp_path: Path) -> None:
     # validate's setting replaces all thresholds, so those that agree must be named too.
     source = report(tmp_path / "report", compared_row(0), max_drop_points=2.0, min_score_pct=60.0)

@@ -5,7 +5,6 @@ import pytest
 from PIL import Image
 
 from components.common.contracts.transforms import TransformSpec
-from components.common.tasks import TASKS, predictions_of, task_of
 from components.common.tasks.segmentation.predictions import VOID, MaskPredictions
 
 CLASSES = ("background", "circle", "square", "never")
@@ -92,13 +91,3 @@ def test_what_is_shown_of_images_that_differ() -> None:
         0.0,
         True,
     )
-
-
-def test_the_task_of_a_network_is_in_its_name() -> None:
-    assert [task_of(name) for name in ("resnet50", "timm/vit_tiny_patch16_224", "segmentation/small")] == [
-        "classification",
-        "classification",
-        "segmentation",
-    ]
-    assert predictions_of("segmentation") is MaskPredictions
-    assert all(TASKS[name].name == name for name in TASKS)
