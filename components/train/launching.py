@@ -201,8 +201,8 @@ class _Group:
         for line in self.process.stdout:
             text = line.decode(errors="replace")
             if text.startswith(_LINE_PREFIX):
-                method, arguments = json.loads(text.removeprefix(_LINE_PREFIX))
-                getattr(log, method)(**arguments)
+                method, arguments, options = json.loads(text.removeprefix(_LINE_PREFIX))
+                getattr(log, method)(*arguments, **options)
             else:
                 sys.stderr.write(text)
 
@@ -270,24 +270,11 @@ class _ForwardingLog(StepLog):
             self._forwarded_progress = now
             self._forward("progress", phase=phase, done=done, total=total, unit=unit, detail=detail)
 
-    def metrics(self, values: dict[str, float], *, position: int = 0) -> None:
-        """See StepLog."""
-        self._forward("metrics", values=values, position=position)
+    def _track(self, call: str, *arguments: Any, **options: Any) -> None:
+        self._forward("_track", call, *arguments, **options)
 
-    def live(self, values: dict[str, float], *, position: int) -> None:
-        """See StepLog."""
-        self._forward("live", values=values, position=position)
-
-    def params(self, values: dict[str, Any]) -> None:
-        """See StepLog."""
-        self._forward("params", values=values)
-
-    def dataset(self, name: str, digest: str, num_images: int, context: Literal["training", "validation"]) -> None:
-        """See StepLog."""
-        self._forward("dataset", name=name, digest=digest, num_images=num_images, context=context)
-
-    def _forward(self, method: str, **arguments: Any) -> None:
-        print(_LINE_PREFIX + json.dumps([method, arguments]), flush=True)
+    def _forward(self, method: str, *arguments: Any, **options: Any) -> None:
+        print(_LINE_PREFIX + json.dumps([method, arguments, options]), flush=True)
 
 
 def main(folder: Path) -> int:

@@ -56,12 +56,13 @@ class Log(StepLog):
         self.details: list[str] = []
         self.sigterm_after = sigterm_after
 
-    def metrics(self, values: dict[str, float], *, position: int = 0) -> None:
-        assert position >= len(self.epochs)
-        self.epochs.append(values)
-
-    def live(self, values: dict[str, float], *, position: int) -> None:
-        self.now[position] = values
+    def _track(self, call: str, *arguments: Any, **options: Any) -> None:
+        if call == "log_metrics":
+            values, position = arguments
+            assert position >= len(self.epochs)
+            self.epochs.append(values)
+        elif call == "log_live":
+            self.now[arguments[1]] = arguments[0]
 
     def progress(self, phase: str, done: int, total: int, detail: str = "", *, unit: str = "") -> None:
         self.details.append(detail)
