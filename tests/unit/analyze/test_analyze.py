@@ -386,15 +386,20 @@ def test_a_consumer_that_is_too_slow_drops_frames_and_stays_near_now(
     assert stream.latency_p99_ms < 1500  # two that wait, one that is under way, on a busy machine
 
 
+def start(
+    bundle: Artifact[BundleManifest], folder: Path, *options: str, sources: Sequence[str], **pipes: Any
+) -> "subprocess.Popen[str]":
+    """The step in a process of its own, into `analysis` of a folder."""
+    command = [sys.executable, "-m", "components.analyze", "--bundle", str(bundle.path), *options]
+    command += ["--output", str(folder / "analysis"), "--sources", json.dumps(sources)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True, **pipes)
+
+
 def test_signals_to_the_group_reach_no_process_that_starts(bundle: Artifact[BundleManifest], tmp_path: Path) -> None:
     write_video(tmp_path / "a.mp4", digit_frames())
     write_video(tmp_path / "b.mp4", digit_frames())
-    command = [sys.executable, "-m", "components.analyze", "--bundle", str(bundle.path), "--num-processes", "2"]
-    command += ["--output", str(tmp_path / "analysis"), "--sources", json.dumps([str(tmp_path)])]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = start(bundle, tmp_path, "--num-processes", "2", sources=[str(tmp_path)], start_new_session=True)
     children: list[psutil.Process] = []
     while process.poll() is None and len(children) < 2:
         running = psutil.Process(process.pid).children()
@@ -421,11 +426,8 @@ def test_events_of_a_process_are_told_at_once() -> None:
 def test_ctrl_c_ends_with_whole_files(bundle: Artifact[BundleManifest], tmp_path: Path, num_processes: int) -> None:
     output = tmp_path / "analysis"
     with RtspServer(digit_frames()) as server, RtspServer(digit_frames()) as other:
-        command = [sys.executable, "-m", "components.analyze", "--bundle", str(bundle.path), "--output", str(output)]
-        command += ["--sources", json.dumps([server.url, other.url]), "--annotate", "true"]
-        command += ["--num-processes", str(num_processes)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        options = ("--annotate", "true", "--num-processes", str(num_processes))
+        process = start(bundle, tmp_path, *options, sources=[server.url, other.url])
         frames, deadline = output / "frames.jsonl", time.monotonic() + 60
         while time.monotonic() < deadline:
             text = frames.read_text() if frames.exists() else ""
@@ -488,16 +490,7 @@ def test_a_process_that_is_killed_is_named(run_analysis: Analyze, tmp_path: Path
 
 
 def test_ctrl_c_ends_a_pipe_that_is_silent(bundle: Artifact[BundleManifest], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "components.analyze", "--bundle", str(bundle.path)]
-    command += ["--output", str(tmp_path / "analysis"), "--sources", '["-"]']
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = start(bundle, tmp_path, sources=["-"], stdin=subprocess.PIPE)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (tmp_path / "analysis" / "events.jsonl").exists():
         time.sleep(0.1)
@@ -508,15 +501,12 @@ def test_ctrl_c_ends_a_pipe_that_is_silent(bundle: Artifact[BundleManifest], tmp
     assert "no-frames" in process.stderr.read()
 
 
-def test_a_class_is_held_once_it_was_likeliest_often_enough() -> None:
+def test_a_class_is_held_once_it_was_likeliest_often_enough_and_others_until_they_are_missing() -> None:
     events = held_events(["a", "a", "b", "a", "a", "a", "", "", "", "a", "b", "b", "b"], shows_one=True)
     assert events == {
         5: {"classes": ("a",), "since_frame": 3, "since_s": 0.3},
         12: {"classes": ("b",), "since_frame": 10, "since_s": 1.0, "before": ("a",), "before_s": 0.7},
     }
-
-
-def test_classes_that_a_frame_shows_together_are_held_each_until_they_are_missing() -> None:
     events = held_events(["a", "ab", "ab", "b", "ab", "a", "b", "b", "b", "", "", "", "b"], shows_one=False)
     assert events == {
         2: {"classes": ("a",), "since_frame": 0, "since_s": 0.0},

@@ -139,22 +139,17 @@ def test_a_pod_that_can_not_begin_is_explained_once(
     message = "0/1 nodes are available: 1 Insufficient cpu."
     condition = k8s.V1PodCondition(type="PodScheduled", status="False", reason="Unschedulable", message=message)
     unplaced.status = k8s.V1PodStatus(phase="Pending", conditions=[condition])
-    pods.pods = [unplaced]
-    for _ in range(2):
-        logs.read_new_pods({"train"})
-    assert capsys.readouterr().out.splitlines() == [f"waiting     train            Unschedulable {message}"]
-
-
-def test_a_driver_that_can_not_begin_is_explained(
-    pods: Pods, logs: PodLogs, capsys: pytest.CaptureFixture[str]
-) -> None:
     driver = pod("r-driver-7", "resnet50-x7k2p.root-driver", began=False)
     text = "container has runAsNonRoot and image will run as root"
     waiting = k8s.V1ContainerStateWaiting(reason="CreateContainerConfigError", message=text)
     driver.status.container_statuses[1].state = k8s.V1ContainerState(waiting=waiting)
-    pods.pods = [driver]
-    logs.read_new_pods({"train"})
-    assert capsys.readouterr().out.splitlines() == [f"waiting     r-driver-7       CreateContainerConfigError {text}"]
+    pods.pods = [unplaced, driver]
+    for _ in range(2):
+        logs.read_new_pods({"train"})
+    assert capsys.readouterr().out.splitlines() == [
+        f"waiting     train            Unschedulable {message}",
+        f"waiting     r-driver-7       CreateContainerConfigError {text}",
+    ]
 
 
 def test_a_pod_that_the_cluster_ended_is_explained_once(

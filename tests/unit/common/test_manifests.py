@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,11 @@ from components.common.contracts.manifests import (
     seal_of,
     write_atomically,
 )
-from components.common.contracts.settings import StepConfig
 from components.common.contracts.transforms import transform_for
-from components.common.process.steplog import StepLog
-from components.export.config import ExportConfig
 from components.export.sources import check_model
 from components.promote.config import PromoteConfig
 from components.train.config import TrainConfig
-from components.validate.config import ValidateConfig
+from tests.steps import step
 from tests.unit.refusals import refuses
 from tests.unit.registered import make_chain, run_python
 
@@ -199,11 +195,20 @@ def test_damaged_files_are_found(sealed: Path, tmp_path: Path) -> None:
 # The steps
 
 
-def step_refusal(step: str, settings: StepConfig, **folders: Path) -> EngineryError:
+def step_refusal(name: str, **folders: Path) -> EngineryError:
     """The error of a step that refuses to run."""
     with pytest.raises(EngineryError) as caught:
-        import_module(f"components.{step}.run").run(settings, StepLog(step), **folders)
+        step(name, **folders)
     return caught.value
+
+
+def seal_checkpoint(folder: Path, classes: tuple[str, ...]) -> Path:
+    """A checkpoint that is none; returns its weights."""
+    folder.mkdir()
+    (folder / "weights.safetensors").write_bytes(b"weights")
+    fields = {"architecture": "resnet18", "classes": classes, "transform": SPEC, "metrics": {}}
+    seal(folder, CheckpointManifest, inputs={}, config=TrainConfig(), **fields)
+    return folder / "weights.safetensors"
 
 
 @pytest.mark.parametrize("name", ["int8.onnx", "int8.plan"])
@@ -213,8 +218,7 @@ def test_a_swapped_model_of_the_same_size_is_refused(
     """It is refused before it is opened: it is no model at all."""
     models = make_chain(tmp_path, 50, data=digits_dataset, planned=("int8.plan",))["bundle"]
     (models / name).write_bytes((models / name).read_bytes().swapcase())
-    folders = {"bundle": models, "dataset": digits_dataset.path, "output": tmp_path / "report"}
-    error = step_refusal("validate", ValidateConfig(), **folders)
+    error = step_refusal("validate", bundle=models, dataset=digits_dataset.path, output=tmp_path / "report")
     assert error.code == "damaged-artifact"
     assert f"{models / name} was changed after it was sealed" in str(error)
     assert "write it again with `python -m components.export`" in str(error)
@@ -222,14 +226,9 @@ def test_a_swapped_model_of_the_same_size_is_refused(
 
 def test_swapped_weights_are_refused(tmp_path: Path, digits_dataset: Artifact[DatasetManifest]) -> None:
     checkpoint, classes = tmp_path / "checkpoint", digits_dataset.manifest.classes
-    checkpoint.mkdir()
-    weights = checkpoint / "weights.safetensors"
-    weights.write_bytes(b"weights")
-    fields = {"architecture": "resnet18", "classes": classes, "transform": SPEC, "metrics": {}}
-    seal(checkpoint, CheckpointManifest, inputs={}, config=TrainConfig(), **fields)
+    weights = seal_checkpoint(checkpoint, classes)
     weights.write_bytes(b"Weights")
-    folders = {"model": checkpoint, "dataset": digits_dataset.path, "output": tmp_path / "bundle"}
-    error = step_refusal("export", ExportConfig(), **folders)
+    error = step_refusal("export", model=checkpoint, dataset=digits_dataset.path, output=tmp_path / "bundle")
     assert error.code == "damaged-artifact"
     assert f"{weights} was changed after it was sealed" in str(error)
     with pytest.raises(EngineryError) as before_packing:
@@ -239,14 +238,12 @@ def test_swapped_weights_are_refused(tmp_path: Path, digits_dataset: Artifact[Da
 
 def test_a_checkpoint_of_other_classes_is_refused(tmp_path: Path, digits_dataset: Artifact[DatasetManifest]) -> None:
     """By name: a pair of swapped classes would be found by nothing else. Before anything is packed, too."""
-    (tmp_path / "weights.safetensors").write_bytes(b"weights")
     classes = digits_dataset.manifest.classes
-    fields = {"architecture": "resnet18", "classes": classes[::-1], "transform": SPEC, "metrics": {}}
-    seal(tmp_path, CheckpointManifest, inputs={}, config=TrainConfig(), **fields)
-    folders = {"model": tmp_path, "dataset": digits_dataset.path, "output": tmp_path / "bundle"}
-    assert step_refusal("export", ExportConfig(), **folders).code == "other-classes"
+    checkpoint = seal_checkpoint(tmp_path / "checkpoint", classes[::-1]).parent
     with refuses("other-classes"):
-        check_model(tmp_path, "", classes, 32)
+        step("export", tmp_path / "bundle", model=checkpoint, dataset=digits_dataset.path)
+    with refuses("other-classes"):
+        check_model(checkpoint, "", classes, 32)
 
 
 def test_a_traceback_is_there_for_who_asks(tmp_path: Path) -> None:

@@ -82,11 +82,6 @@ def test_values_that_are_not_finite_name_the_tensor(bad):
     assert error.value.code == "activation-not-finite"
 
 
-def test_max_is_exact():
-    histogram = histogram_of([0.1, -3.7], [2.0])
-    assert compute_scale(histogram, "max") == np.float32(3.7) / 127
-
-
 @pytest.mark.parametrize("percentile", [50.0, 99.0, 99.99, 100.0])
 @pytest.mark.parametrize("rectified", [False, True])
 def test_percentile_agrees_with_numpy(percentile, rectified):
@@ -116,7 +111,7 @@ def test_percentile_out_of_range(percentile):
 def test_outliers_are_clipped(method, low, high):
     histogram = histogram_of(gaussian_with_outliers())
     assert low < compute_scale(histogram, method) * 127 < high
-    assert compute_scale(histogram, "max") * 127 == pytest.approx(40.0)
+    assert compute_scale(histogram, "max") == np.float32(40.0) / 127
 
 
 @pytest.mark.parametrize("method", list(CALIBRATION_METHODS))

@@ -269,27 +269,27 @@ def test_what_would_not_be_measured_is_refused(
         check_measurements(run, in_containers=True)
 
 
+TRANSLATOR = {"architecture": "translation/lstm_small"}
+DEGRADED = {"gate": {"max_corrupted_drop_points": 2.0}, "validate": {"corruptions": True}}
+
+
 @pytest.mark.parametrize(
-    ("setting", "arguments"),
+    ("arguments", "changed", "code", "setting"),
     [
-        ("export.calibration_method", {"calibration_method": "smoothquant"}),
-        ("validate.corruptions", {"validate": {"corruptions": True}}),
-        ("gate.max_class_drop_points", {"gate": {"max_class_drop_points": 1.0}}),
-        ("train.image_sizes", {"train": {"image_sizes": [64]}}),
+        ({"calibration_method": "smoothquant"}, TRANSLATOR, "not-measured-here", "export.calibration_method"),
+        ({"validate": {"corruptions": True}}, TRANSLATOR, "not-measured-here", "validate.corruptions"),
+        ({"gate": {"max_class_drop_points": 1.0}}, TRANSLATOR, "not-measured-here", "gate.max_class_drop_points"),
+        ({"train": {"image_sizes": [64]}}, TRANSLATOR, "not-measured-here", "train.image_sizes"),
+        (DEGRADED, {"validate": {}}, "invalid-setting", "validate.corruptions"),  # a limit on what is not measured
     ],
 )
-def test_what_is_about_images_is_refused_of_a_translator(setting: str, arguments: dict[str, Any]) -> None:
+def test_settings_that_are_refused_beside_another(
+    arguments: dict[str, Any], changed: dict[str, Any], code: str, setting: str
+) -> None:
     run = {"gate": {}, "export": {}, "validate": {}, **arguments}
     check_measurements(run, in_containers=True)
-    with refuses("not-measured-here", setting):
-        check_measurements({**run, "architecture": "translation/lstm_small"}, in_containers=True)
-
-
-def test_a_limit_on_degraded_images_needs_them() -> None:
-    run = {"gate": {"max_corrupted_drop_points": 2.0}, "export": {}, "validate": {"corruptions": True}}
-    check_measurements(run, in_containers=True)
-    with refuses("invalid-setting", "validate.corruptions"):
-        check_measurements({**run, "validate": {}}, in_containers=True)
+    with refuses(code, setting):
+        check_measurements({**run, **changed}, in_containers=True)
 
 
 @pytest.mark.parametrize(

@@ -216,28 +216,23 @@ def test_other_classes_can_not_be_compared(
 
 
 @pytest.mark.parametrize(
-    ("code", "chain"),
+    ("code", "chain", "changed"),
     [
-        ("plans-not-measured", {"planned": ("int8.plan",), "measured": {"int8.onnx": "openvino"}}),
-        ("plans-not-measured", {"planned": ("int8.plan",), "measured": {"int8.plan": "openvino"}}),
-        ("plans-not-measured", {"planned": ("int8.plan",), "measured": {}}),
-        ("plans-not-measured", {"planned": ("fp16.plan", "int8.plan"), "measured": {"int8.plan": "tensorrt"}}),
-        ("gate-failed", {"passed": False}),
-        ("no-tracking-uri", {}),
+        ("plans-not-measured", {"planned": ("int8.plan",), "measured": {"int8.onnx": "openvino"}}, ""),
+        ("plans-not-measured", {"planned": ("int8.plan",), "measured": {"int8.plan": "openvino"}}, ""),
+        ("plans-not-measured", {"planned": ("int8.plan",), "measured": {}}, ""),
+        ("plans-not-measured", {"planned": ("fp16.plan", "int8.plan"), "measured": {"int8.plan": "tensorrt"}}, ""),
+        ("gate-failed", {"passed": False}, ""),
+        ("damaged-artifact", {}, "bundle/int8.onnx"),
+        ("damaged-artifact", {}, "report/predictions.npz"),
+        ("no-tracking-uri", {}, ""),
     ],
 )
-def test_what_is_not_promoted(tmp_path: Path, code: str, chain: dict[str, Any]) -> None:
+def test_what_is_not_promoted(tmp_path: Path, code: str, chain: dict[str, Any], changed: str) -> None:
     paths = make_chain(tmp_path / "a", 90, **chain)
+    if changed:
+        flip(tmp_path / "a" / changed)
     with refuses(code):
-        step("promote", tmp_path / "promotion", **paths)
-    assert not (tmp_path / "promotion").exists()
-
-
-@pytest.mark.parametrize(("part", "file"), [("bundle", "int8.onnx"), ("report", "predictions.npz")])
-def test_files_that_were_changed(tmp_path: Path, part: str, file: str) -> None:
-    paths = make_chain(tmp_path / "a", 50)
-    flip(paths[part] / file)
-    with refuses("damaged-artifact"):
         step("promote", tmp_path / "promotion", **paths)
     assert not (tmp_path / "promotion").exists()
 

@@ -20,7 +20,7 @@ from components.common.registry import trust
 from components.common.registry.model_registry import Registry
 from enginery.release.fetch import fetch, read_identity
 from tests.helm.rendering import case, named, render_files
-from tests.unit.registered import PARTS, PAST, Machine, enginery, files, flip, promote_chain, refuses
+from tests.unit.registered import PARTS, PAST, Machine, enginery, files, flip, pins, promote_chain, refuses
 
 APPROVAL = trust.approval_file("prod")
 
@@ -267,7 +267,9 @@ def test_each_attack_is_refused_by_each_use(scene: Scene, registry: Registry) ->
     after = files(scene.repository), files(scene.version)
     assert after[0] == before[0]
     assert after[1].items() >= before[1].items()  # MLflow adds a file of its own to what it loads
-    scene.use("fetch")  # as before, it goes through
+    scene.use("deploy")  # as before, it goes all the way
+    fetch(str(scene.repository), scene.out / "pod", pins("prod").repository_digest)
+    assert {"model.sig", "verdict.dsse.json", "approval-prod.dsse.json"} < files(scene.out / "pod").keys()
 
 
 @pytest.mark.parametrize(

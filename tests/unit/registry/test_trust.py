@@ -170,16 +170,6 @@ def test_without_a_policy_each_use_says_that_nobody_vouches(
 # --- with a policy: who has no key that it names
 
 
-def test_what_the_policy_trusts_goes_all_the_way(trusted: Machine, checkout: Path, tmp_path: Path) -> None:
-    trusted.approve("m/1", "prod")
-    trusted.policy(environment="prod")
-    repository = served("m@champion", tmp_path / "repository", "--key", trusted.key("ci"))
-    enginery("deploy", "--env", "prod", "m/1", "--repository", repository)
-    fetch(str(repository), tmp_path / "pod", pins("prod").repository_digest)
-    found = {file.name for file in (tmp_path / "pod").iterdir()}
-    assert {"model.sig", "verdict.dsse.json", "approval-prod.dsse.json"} < found
-
-
 def test_a_registry_writer_without_a_key(trusted: Machine, registry: Registry, tmp_path: Path) -> None:
     """A forged chain with tags and a forged entry in the log; then with the true verdict of version 1 beside it."""
     number = register_forged(registry, make_chain(tmp_path / "f-099", 99), "champion")

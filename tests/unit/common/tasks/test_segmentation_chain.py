@@ -15,7 +15,6 @@ from components.common.contracts.manifests import (
     CheckpointManifest,
     DatasetManifest,
     ReportManifest,
-    VerdictManifest,
     load,
 )
 from components.common.runtimes.selection import select_runtime
@@ -27,7 +26,7 @@ from enginery.datasets.shapes import CLASSES
 from tests.steps import step
 from tests.unit.refusals import refuses
 from tests.unit.registered import enginery
-from tests.unit.shapes import THRESHOLDS, Chain
+from tests.unit.shapes import Chain
 
 
 @pytest.fixture
@@ -79,13 +78,6 @@ def test_the_page_speaks_of_pixels_and_shows_masks(chain: Chain) -> None:
     assert "the image, the label, FP32, INT8" in page
     assert report["confusion"] is None
     assert {entry["name"] for entry in report["class_changes"]} == set(CLASSES)
-
-
-def test_the_gate_judges_miou(chain: Chain, tmp_path: Path) -> None:
-    step("gate", tmp_path / "verdict", THRESHOLDS, report=chain.report)
-    verdict = load(tmp_path / "verdict", VerdictManifest).manifest
-    assert verdict.passed
-    assert "mIoU drop" in verdict.checks[0].explanation
 
 
 def test_maps_of_layers_are_of_classifiers(chain: Chain) -> None:
