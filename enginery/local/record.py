@@ -123,7 +123,7 @@ class RunRecord:
         """The run's directory."""
         return self.held.path
 
-    def close(self, summary: RunSummary, copy: Path | None) -> RunSummary:
+    def close(self, summary: RunSummary, headline: dict[str, float], copy: Path | None) -> RunSummary:
         """Write the summary, and a copy where one is wanted, then close the run in MLflow.
 
         Returns:
@@ -148,7 +148,7 @@ class RunRecord:
         artifacts = [path for path in found if path.exists()]
         self.worker.shutdown()
         with self.noting("the run's end in MLflow"):
-            self.tracked.finish(MLFLOW_STATUS[summary.status], tags, summary.headline(), artifacts)
+            self.tracked.finish(MLFLOW_STATUS[summary.status], tags, headline, artifacts)
             self.held.closed()
         return summary
 

@@ -155,7 +155,7 @@ def run_locally(
         except OSError:  # of the terminal: nobody reads any more
             status = "failed"
         record.held.release_reserve()
-        summary = record.close(chain.summary(status, time.time() - started), summary_path)
+        summary = record.close(chain.summary(status, time.time() - started), chain.builder.headline(), summary_path)
         print_summary(console, summary)
         _print_pointers(summary, console)
         for problem in record.problems:

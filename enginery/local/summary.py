@@ -13,6 +13,7 @@ from components.common.contracts.records import (
     Recommendation,
     Record,
     Speedup,
+    measures,
 )
 
 if TYPE_CHECKING:  # it imports KFP
@@ -94,18 +95,6 @@ class RunSummary(Record):
         judged = [row for row in self.rows if row.verdict not in ("", "reference")]
         return f"{judged[0].precision.upper()} {judged[0].verdict}" if judged else ""
 
-    def headline(self) -> dict[str, float]:
-        """The rows as MLflow metrics, named PRECISION_MEASURE, by which runs compare in a list."""
-        metrics: dict[str, float | None] = {}
-        for row in self.rows:
-            for name in ("score_pct", "p50_ms", "images_per_s"):
-                metrics[f"{row.precision}_{name}"] = getattr(row, name)
-            if row.precision != "fp32":
-                metrics[f"{row.precision}_delta_points"] = row.delta_points
-            if row.speedup is not None and not row.speedup.doubt:
-                metrics[f"{row.precision}_speedup"] = row.speedup.median
-        return {name: value for name, value in metrics.items() if value is not None}
-
 
 class SummaryBuilder:
     """Collects a run's events."""
@@ -169,6 +158,12 @@ class SummaryBuilder:
         if self._accuracy is not None:
             seen |= {"score_name": self._accuracy.score_name, "unit": self._accuracy.unit}
         return RunSummary(**{**seen, "rows": self.rows(), **fields})
+
+    def headline(self) -> dict[str, float]:
+        """The rows as MLflow metrics, by which runs compare in a list."""
+        if self._accuracy is None or self._benchmark is None:
+            return {}
+        return measures(self._accuracy, self._benchmark)
 
     def _close_step(self, event: dict[str, Any]) -> None:
         seconds = event.get("seconds", {})

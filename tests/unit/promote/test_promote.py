@@ -20,14 +20,13 @@ from components.common.contracts.manifests import (
     ReportManifest,
     load,
 )
-from components.common.contracts.records import TrainingRecord
+from components.common.contracts.records import TrainingRecord, measures
 from components.common.contracts.settings import resolve
 from components.common.registry.audit_log import AuditLog, champions, expected_aliases
 from components.common.registry.model_registry import Registry
 from components.common.registry.version_evaluation import load_evaluation
 from components.promote.config import PromoteConfig
 from enginery.registry.compare import flatten
-from enginery.registry.models import version_summary
 from tests.steps import step
 from tests.unit.registered import (
     CHANGED,
@@ -70,8 +69,8 @@ def test_the_first_version_is_champion(store: str, registry: Registry, tmp_path:
 
     logged = registry.client.get_run(version.run_id)
     assert logged.data.metrics["int8_score_pct"] == 70
-    assert logged.data.metrics == version_summary(registry, "m/1").headline()
     report = load(tmp_path / "a-070/report", ReportManifest).manifest
+    assert logged.data.metrics == measures(report.accuracy, report.benchmark)
     assert {f"validate.{name}" for name in flatten(report.config)} <= set(logged.data.params)
     (data,) = logged.inputs.dataset_inputs
     assert (data.dataset.name, data.dataset.digest) == ("val", "val-one")
