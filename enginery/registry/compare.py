@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from pydantic import Field
 
 from components.common.contracts.digests import short
 from components.common.contracts.records import PRECISIONS, Record
+from components.common.contracts.settings import flatten
 from enginery.local.summary import PrecisionRow, RunSummary
 
 NOTHING = "not set"
@@ -61,7 +61,10 @@ def compare(summaries: Sequence[RunSummary]) -> Comparison:
         for name, summary in zip(labels, summaries, strict=True)
     )
     mixed = len({summary.registered == summary.run_id for summary in summaries}) > 1
-    arguments = [{"pipeline": summary.pipeline, **flatten(summary.arguments)} for summary in summaries]
+    arguments = [
+        {key: value if isinstance(value, str) else json.dumps(value) for key, value in flatten(each).items()}
+        for each in ({"pipeline": summary.pipeline, **summary.arguments} for summary in summaries)
+    ]
     return Comparison(
         runs=runs,
         arguments={} if mixed else _differences(labels, arguments),
@@ -78,17 +81,6 @@ MIXED = "arguments are not compared: a version has the settings of its steps, a 
 def label(position: int) -> str:
     """A to Z, then R27, R28, ..."""
     return chr(ord("A") + position) if position < 26 else f"R{position + 1}"
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested mappings as one, keys joined by dots, values as text."""
-    flat: dict[str, str] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value if isinstance(value, str) else json.dumps(value)
-    return flat
 
 
 def _differences(labels: Sequence[str], entries: Sequence[Mapping[str, str]]) -> dict[str, dict[str, str]]:

@@ -124,6 +124,14 @@ def _nearest(name: str, owner: type[BaseModel]) -> str:
     return f"did you mean {'.'.join(filter(None, (prefix, *close)))}?" if close else f"valid keys: {', '.join(valid)}"
 
 
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, keys joined by dots."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
+
+
 def how_to_set(step: str, setting: str, value: str) -> str:
     """How to change a setting, in a pipeline and where a step is run alone."""
     return f"--set {step}.{setting}={value} (python -m components.{step}: --{setting.replace('_', '-')} {value})"

@@ -27,6 +27,7 @@ from mlflow.utils.time import get_current_time_millis
 from components.common.contracts.environment import EXPERIMENT_VARIABLE, KFP_RUN_VARIABLE
 from components.common.contracts.errors import EXIT_INTERRUPTED, EngineryError
 from components.common.contracts.records import AccuracyRow, BenchmarkRow
+from components.common.contracts.settings import flatten
 from components.common.process.disk import explain
 from components.common.registry.store import (
     beside_database,
@@ -77,16 +78,6 @@ def request_limits(limits: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)  # another thread may have been first
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = str(value)[:_MAX_PARAM_LENGTH]
-    return flat
-
-
 def short_digest(digest: str) -> str:
     """A dataset's digest as MLflow keeps it. Metrics and inputs must agree on it for the UI to connect them."""
     return digest.removeprefix("sha256:")[:36]  # MLflow's longest
@@ -122,7 +113,8 @@ class StepRun:
 
     def log_params(self, values: Mapping[str, Any]) -> None:
         """Log parameters, nested mappings flattened with dots."""
-        params = [Param(key, value) for key, value in _flatten(values, self._prefix).items()]
+        flat = flatten(values, self._prefix)
+        params = [Param(key, str(value)[:_MAX_PARAM_LENGTH]) for key, value in flat.items()]
         self.client.log_batch(self.run_id, params=params)
 
     def log_metrics(self, values: Mapping[str, float], position: int) -> None:

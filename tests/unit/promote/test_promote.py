@@ -21,12 +21,11 @@ from components.common.contracts.manifests import (
     load,
 )
 from components.common.contracts.records import TrainingRecord, measures
-from components.common.contracts.settings import resolve
+from components.common.contracts.settings import flatten, resolve
 from components.common.registry.audit_log import AuditLog, champions, expected_aliases
 from components.common.registry.model_registry import Registry
 from components.common.registry.version_evaluation import load_evaluation
 from components.promote.config import PromoteConfig
-from enginery.registry.compare import flatten
 from tests.steps import step
 from tests.unit.registered import (
     CHANGED,
