@@ -54,6 +54,7 @@ from tests.unit.analyze.conftest import PER_DIGIT, SHOWN, Analyze, digit_frames,
 from tests.unit.analyze.rtsp import RtspServer
 from tests.unit.refusals import refuses
 from tests.unit.shapes import Chain
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -428,12 +429,8 @@ def test_ctrl_c_ends_with_whole_files(bundle: Artifact[BundleManifest], tmp_path
     with RtspServer(digit_frames()) as server, RtspServer(digit_frames()) as other:
         options = ("--annotate", "true", "--num-processes", str(num_processes))
         process = start(bundle, tmp_path, *options, sources=[server.url, other.url])
-        frames, deadline = output / "frames.jsonl", time.monotonic() + 60
-        while time.monotonic() < deadline:
-            text = frames.read_text() if frames.exists() else ""
-            if server.url in text and other.url in text:
-                break
-            time.sleep(0.1)
+        frames = output / "frames.jsonl"
+        wait_until(lambda: frames.exists() and all(each.url in frames.read_text() for each in (server, other)))
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said
@@ -491,9 +488,7 @@ def test_a_process_that_is_killed_is_named(run_analysis: Analyze, tmp_path: Path
 
 def test_ctrl_c_ends_a_pipe_that_is_silent(bundle: Artifact[BundleManifest], tmp_path: Path) -> None:
     process = start(bundle, tmp_path, sources=["-"], stdin=subprocess.PIPE)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (tmp_path / "analysis" / "events.jsonl").exists():
-        time.sleep(0.1)
+    wait_until((tmp_path / "analysis" / "events.jsonl").exists, process=process)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 2

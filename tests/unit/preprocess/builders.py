@@ -4,8 +4,10 @@ import io
 import json
 import pickle
 import tarfile
+import tracemalloc
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,17 @@ def find(data: Path | str, scratch: Path = Path("none"), **options: Any) -> Sour
         scratch.mkdir(exist_ok=True)
     settings: dict[str, Any] = {"val_fraction": 0.25, "seed": 0, "class_names_file": "", **options}
     return find_samples(str(data), scratch=scratch, **settings)
+
+
+@contextmanager
+def peak_below(num_bytes: int) -> Iterator[None]:
+    """What Python has allocated in the body stays below, whatever it reads."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < num_bytes
+    finally:
+        tracemalloc.stop()
 
 
 def paths(source: Source) -> list[str]:

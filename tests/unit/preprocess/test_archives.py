@@ -7,7 +7,6 @@ import shutil
 import stat
 import sys
 import tarfile
-import tracemalloc
 import zipfile
 import zlib
 from collections import namedtuple
@@ -29,6 +28,7 @@ from .builders import (
     find,
     member,
     paths,
+    peak_below,
     reasons,
     shard,
     write_shard,
@@ -191,11 +191,8 @@ def test_members_of_a_zip_that_are_not_what_the_directory_says(tmp_path: Path, m
         raw[entry + at : entry + at + len(value)] = value  # its size, so it claims; its flag for "encrypted"
     file.write_bytes(raw)
     source = find(file)
-    tracemalloc.start()
-    found = reasons(source)
-    _, peak_bytes = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak_bytes < (5_000_000 if method else 60_000_000)
+    with peak_below(5_000_000 if method else 60_000_000):
+        found = reasons(source)
     assert found == {
         "a/bomb.png": "damaged in the archive: it is not as long as the directory says",
         "a/locked.png": "encrypted; unpack the archive with its password and name the folder",
@@ -345,19 +342,8 @@ def test_a_tar_of_a_few_kilobytes_costs_no_memory(tmp_path: Path, name: str) -> 
     file = tmp_path / "x.tar"
     file.write_bytes(BOMBS[name])
     os.truncate(file, MANY + (1 << 20))  # a hole, which takes a block of the disk
-
-    def read() -> bytes:
-        source = find(file)
-        return read_sample(source.storage, source.splits["train"][0])
-
-    tracemalloc.start()
-    try:
-        with pytest.raises((UserError, Unreadable)):
-            read()
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < 10_000_000
+    with peak_below(10_000_000), pytest.raises((UserError, Unreadable)):
+        read_sample((source := find(file)).storage, source.splits["train"][0])
 
 
 def test_too_many_members_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import csv
 import os
 import sys
-import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from pyarrow import parquet
 
 from tests.unit.refusals import refuses
 
-from .builders import contents, find, paths, reasons, write_tree
+from .builders import contents, find, paths, peak_below, reasons, write_tree
 
 Rows = Sequence[Sequence[Any]]
 NAMES = "preprocess.class_names_file"
@@ -193,14 +192,8 @@ def test_tables_of_few_bytes_that_claim_many(tmp_path: Path, monkeypatch: pytest
     long = tmp_path / "t.csv"
     long.write_text("path,label\n")
     os.truncate(long, 400 << 20)
-    tracemalloc.start()
-    try:
-        with refuses("table-too-large"):
-            find(long)
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < 20_000_000
+    with peak_below(20_000_000), refuses("table-too-large"):
+        find(long)
     many = write(tmp_path / "t.parquet", ("path", "label"), [("a/0.png", "a")] * 1000)
     assert many.stat().st_size < 5000
     with monkeypatch.context() as patch, refuses("table-too-large"):
@@ -219,14 +212,8 @@ def test_one_long_value_of_many_rows_takes_no_memory(tmp_path: Path, key: str) -
     columns: dict[str, Any] = {"path": ["a/0.png"] * 2_000, "label": ["a"] * 2_000, key: ["\U0001f600" * 5_000] * 2_000}
     parquet.write_table(pyarrow.table(columns), table, compression="zstd")
     assert table.stat().st_size < 5_000
-    tracemalloc.start()
-    try:
-        with refuses("invalid-row") as caught:
-            find(table)
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < 5_000_000
+    with peak_below(5_000_000), refuses("invalid-row") as caught:
+        find(table)
     assert len(str(caught.value)) < 1_000
 
 
