@@ -58,6 +58,7 @@ def test_report_and_verdict_of_a_translator(translator: Chain, tmp_path: Path) -
     untranslated = sacrebleu.corpus_bleu([line["source"] for line in lines], [references], force=True).score
     assert accuracy.most_frequent_pct == pytest.approx(untranslated, abs=1e-9)
     assert accuracy.signatures["BLEU"].endswith(f"tok:13a|smooth:exp|version:{sacrebleu.__version__}")
+    assert accuracy.signatures["chrF"].startswith("nrefs:1|case:mixed|eff:yes|nc:6|nw:0")
     assert {(row.precision, row.batch_size) for row in benchmark.rows} == {
         (p, b) for p in ("fp32", "int8") for b in (1, 4)
     }

@@ -5,7 +5,7 @@ import pytest
 import sacrebleu
 
 from components.common.tasks.translation.predictions import TextPredictions
-from components.common.tasks.translation.scores import bleu_pct, bleu_statistics, chrf_pct
+from components.common.tasks.translation.scores import bleu_pct, bleu_statistics, chrf_pct, signatures
 
 # Of the Universal Declaration of Human Rights.
 RIGHTS = (
@@ -26,6 +26,7 @@ RIGHTS = (
     "Everyone has the right to rest and leisure, including reasonable limitation of working hours.",
     "Education shall be free, at least in the elementary and fundamental stages.",
 )
+OPTIONS = "nrefs:1|case:mixed|eff:no"
 
 
 def references(times: int = 4) -> list[str]:
@@ -48,6 +49,7 @@ def test_bleu_of_the_sums_is_that_of_sacrebleu(language: str) -> None:
     texts = references()
     hypotheses = [*disturbed(texts[:-3], 0.2), "", "?", texts[-1]]
     tokenizer = {"en": "13a", "zh-Hans": "zh", "ja": "char"}[language]
+    assert signatures(language)["BLEU"] == f"{OPTIONS}|tok:{tokenizer}|smooth:exp|version:{sacrebleu.__version__}"
     counted = bleu_statistics(hypotheses, texts, language)
     found = bleu_pct(counted.sum(axis=0)[None])
     theirs = sacrebleu.corpus_bleu(hypotheses, [texts], tokenize=tokenizer)
