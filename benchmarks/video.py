@@ -3,19 +3,21 @@
     python -m benchmarks.video --machine cpu-2core --bundle DIR --dataset DIR
 
 Each rate comes from files that are read as fast as they can be, by the decoder on the CPU and by NVDEC where that is.
-`video_over_limit` is the rate of `analyze` over the lowest of what it does at the same time, each measured alone:
-frames decoded and converted to RGB, frames transformed, and the model. `video_over_sum` is that over all of them one
-after the other, which is the limit where they share the cores of a CPU. With a dataset, a video of all its validation
+`video_over_limit` is the rate of `analyze` over the lower of the rates of decoder and model, each measured alone, the
+decoder by as many processes and threads. `video_over_sum` is that over all parts one after the other, which is the limit
+where they share the cores of a CPU. With a dataset, a video of all its validation
 images is labelled, and the same decoded frames as images, in the way of `predict`.
 """
 
 import json
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,14 +25,16 @@ import av
 import click
 import numpy as np
 import psutil
+import torch
 from PIL import ImageOps
 
 from benchmarks.results import Results, result_options
 from benchmarks.shards import validation_images
 from components.analyze.config import AnalyzeConfig
 from components.analyze.labelling import MOST_FRAMES, num_readers
+from components.analyze.processes import num_processes, shares_of
 from components.analyze.run import analyze
-from components.analyze.videos import OpenVideo, find_videos, has_nvdec, rgb_images
+from components.analyze.videos import OpenVideo, VideoSource, find_videos, has_nvdec, rgb_images
 from components.common.contracts.environment import num_cores
 from components.common.contracts.manifests import (
     AnalysisManifest,
@@ -48,6 +52,8 @@ from components.common.runtimes.selection import select_runtime
 from components.promote.pyfunc import BundleModel
 
 Decoder = Literal["cpu", "cuda"]
+Read = Literal["decoded", "frames"]
+_barrier: Any = None  # of processes that decode, so that they begin together
 _FPS = 30
 _MODEL_S = 5.0  # that the transform and the model are measured alone
 _LEAST_SIDE = 128  # px; NVDEC takes no smaller ones than about 48
@@ -71,23 +77,51 @@ def textures(num_frames: int) -> Iterator[np.ndarray]:
         yield np.ascontiguousarray(wide[:, shift : shift + 1280])  # wide: [720, 2560, 3]
 
 
-def decode_rate(folder: Path, decoder: Decoder, read: Callable[[OpenVideo], Iterator[Any]], on_gpu: bool) -> float:
-    """Frames/s of `read` alone, by as many threads as analyze has."""
-    sources = find_videos((str(folder),))
+def decode_rate(
+    sources: Sequence[VideoSource], decoder: Decoder, read: Read, on_gpu: bool, num_processes: int
+) -> float:
+    """Frames/s of OpenVideo's `read` alone, by as many processes and threads as analyze has."""
+    cores, context = sorted(os.sched_getaffinity(0)), get_context("spawn")
+    shares = [[source for _, source in share] for share in shares_of(list(enumerate(sources)), num_processes)]
+    jobs = [(share, cores[number::num_processes], decoder, read, on_gpu) for number, share in enumerate(shares)]
+    if num_processes == 1:
+        done = [_decode(*jobs[0])]
+    else:
+        barrier = context.Barrier(num_processes)
+        with ProcessPoolExecutor(num_processes, context, _meet_at, (barrier,)) as pool:
+            done = list(pool.map(_decode, *zip(*jobs, strict=True)))
+    totals, began, ended = zip(*done, strict=True)
+    return float(sum(totals) / (max(ended) - min(began)))
+
+
+def _meet_at(barrier: Any) -> None:
+    global _barrier
+    _barrier = barrier
+
+
+def _decode(
+    sources: Sequence[VideoSource], cores: Sequence[int], decoder: Decoder, read: Read, on_gpu: bool
+) -> tuple[int, float, float]:
+    """Frames, and when the first file was opened and the last one closed."""
+    os.sched_setaffinity(0, cores)
     readers = min(len(sources), num_readers(on_gpu))
     threads = max(1, num_cores() // readers)
 
-    def count(index: int) -> int:
-        video = OpenVideo(sources[index], decoder=decoder, read_timeout_s=10.0, on_gpu=on_gpu, num_threads=threads)
+    def count(source: VideoSource) -> int:
+        video = OpenVideo(source, decoder=decoder, read_timeout_s=10.0, on_gpu=on_gpu, num_threads=threads)
         try:
-            return sum(1 for _ in read(video))
+            return sum(1 for _ in getattr(video, read)())
         finally:
             video.close()
 
-    began = time.perf_counter()
+    if on_gpu:
+        torch.zeros(1, device="cuda")
+    if _barrier is not None:
+        _barrier.wait()
+    began = time.monotonic()
     with ThreadPoolExecutor(readers) as pool:
-        total = sum(pool.map(count, range(len(sources))))
-    return total / (time.perf_counter() - began)
+        total = sum(pool.map(count, sources))
+    return total, began, time.monotonic()
 
 
 def call_rate(call: Callable[[], object], batch_size: int) -> float:
@@ -118,9 +152,10 @@ def speed(
         "model": call_rate(lambda: runner.infer(images), batch_size),
     }
     rates: dict[str, Any] = dict(alone)
+    sources = find_videos((str(folder),))
+    processes = num_processes(AnalyzeConfig(sources=(str(folder),)), models, sources)
     for decoder in decoders:
-        decoded = decode_rate(folder, decoder, OpenVideo.decoded, on_gpu)
-        pixels = decode_rate(folder, decoder, OpenVideo.frames, on_gpu)
+        decoded, pixels = (decode_rate(sources, decoder, read, on_gpu, processes) for read in ("decoded", "frames"))
         analyzed = analyzed_by(decoder, models, folder, output / decoder, batch_size=batch_size).manifest.frames_per_s
         limit, rate = min(("decoder", decoded), ("model", alone["model"]), key=lambda item: item[1])
         rates[decoder] = {
@@ -276,8 +311,8 @@ def main(
         notes=f"{models.manifest.architecture} at {models.manifest.image_transform.crop_size} px in INT8 by "
         f"{selected.runner.runtime}; {streams} files of {frames} frames, H.264 720p. The slower of decoder and model: "
         f"{limits}. decoder: decoded frames, on the GPU where NVDEC decodes; pixels: the same in RGB, of NVDEC its "
-        "planes; transform: from there to the model's input. Each alone in one process, then analyze, in turns; on a "
-        "CPU they share the cores, so that over_sum is what counts there.",
+        "planes, by as many processes as analyze; transform: from there to the model's input, in one. Each alone, then "
+        "analyze, in turns; on a CPU they share the cores, so that over_sum is what counts there.",
     )
 
 

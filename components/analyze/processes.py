@@ -59,7 +59,7 @@ def label_by_processes(
         EngineryError: one was killed.
         Exception: what one failed with.
     """
-    context, shares = get_context("spawn"), _shares(sources, processes)
+    context, shares = get_context("spawn"), shares_of(sources, processes)
     cores = sorted(os.sched_getaffinity(0))
     workers, done, progress = dict[Connection, SpawnProcess](), dict[Connection, Labelled](), dict[Connection, Any]()
 
@@ -132,7 +132,7 @@ def _heard(end: Connection, worker: SpawnProcess, processes: int) -> tuple[Any, 
     return kind, value
 
 
-def _shares(sources: Share, count: int) -> list[list[tuple[int, VideoSource]]]:
+def shares_of(sources: Share, count: int) -> list[list[tuple[int, VideoSource]]]:
     """Every source in one of the shares, whose files are of about the same size together."""
     shares: list[list[tuple[int, VideoSource]]] = [[] for _ in range(count)]
     sizes = [0] * count
