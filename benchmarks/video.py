@@ -4,9 +4,9 @@
 
 Each rate comes from files that are read as fast as they can be, by the decoder on the CPU and by NVDEC where that is.
 `video_over_limit` is the rate of `analyze` over the lower of the rates of decoder and model, each measured alone, the
-decoder by as many processes and threads. `video_over_sum` is that over all parts one after the other, which is the limit
-where they share the cores of a CPU. With a dataset, a video of all its validation
-images is labelled, and the same decoded frames as images, in the way of `predict`.
+decoder by as many processes and threads. `video_over_sum` is that over all parts one after the other, the limit where
+they share the cores of a CPU. With a dataset, a video of all its validation images is labelled, and the same decoded
+frames as images, in the way of `predict`.
 """
 
 import json
