@@ -110,6 +110,8 @@ def compiled(network: Transformer, max_tokens: int) -> Greedy:
         if key not in states:
             memory, mask = encoded[0].half().clone(), encoded[1].half().clone()
             states[key] = memory, mask, memory.new_zeros(*memory.shape[:3], max_tokens + 1, memory.shape[4])
+            for each in states[key]:  # else torch copies them for each step, and captures none that writes one
+                torch._dynamo.mark_static_address(each)
         memory, mask, state = states[key]
         memory.copy_(encoded[0])
         mask.copy_(encoded[1])

@@ -52,6 +52,7 @@ class Labelled:
     runtime: str
     device: str
     began_s: float  # on time.monotonic's clock, which all processes of a machine share
+    ended_s: float  # when the last frame was written
 
 
 class Sink(Protocol):
@@ -152,12 +153,14 @@ def label(
         streams = stack.enter_context(Streams(videos, config, num_readers(on_gpu), writer.say, on_gpu))
         with (call_at_end or signals_call)(streams.stop):
             _label_all(streams, transform, runner, batch_size, writer, log)
+            ended_s = time.monotonic()
     return Labelled(
         records=writer.records(streams.states),
         results=writer.results,
         runtime=runner.runtime,
         device=runner.device,
         began_s=began_s,
+        ended_s=ended_s,
     )
 
 

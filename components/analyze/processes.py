@@ -108,8 +108,8 @@ def label_by_processes(
         for (number, _), record, result in zip(share, each.records, each.results, strict=True)
     }
     records, results = zip(*(rows[number] for number in sorted(rows)), strict=True)
-    began_s = min(each.began_s for each in every)
-    return replace(every[0], records=records, results=results, began_s=began_s)
+    began_s, ended_s = min(each.began_s for each in every), max(each.ended_s for each in every)
+    return replace(every[0], records=records, results=results, began_s=began_s, ended_s=ended_s)
 
 
 def _heard(end: Connection, worker: SpawnProcess, processes: int) -> tuple[Any, Any]:

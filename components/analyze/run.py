@@ -1,7 +1,6 @@
 """analyze: videos and a bundle -> what their frames show."""
 
 import json
-import time
 from pathlib import Path
 
 from components.analyze.answers import FrameAnswers
@@ -70,7 +69,7 @@ def analyze(
     if not any(record.num_labelled for record in records):
         problems = "; ".join(dict.fromkeys(record.problem for record in records))
         raise UserError(f"no frame could be read: {problems}", code="no-frames", setting="sources")
-    seconds = time.monotonic() - labelled.began_s
+    seconds = labelled.ended_s - labelled.began_s
     frames_per_s = sum(record.num_labelled for record in records) / max(seconds, 1e-9)
     summary = {
         "architecture": bundle.manifest.architecture,

@@ -79,6 +79,7 @@ _METHODS = tuple(name for name in RANGES if name != "smoothquant")
 _NUM_CHECKED = 8  # sentences on which ONNX Runtime and torch are compared
 _MAX_TRIALS = 4  # with layers in float, which leave half of the cost each time
 Graphs = tuple[onnx.ModelProto, onnx.ModelProto]  # of encoder and step
+_Profile = Mapping[str, tuple[int, int, int]]  # sizes of each axis that changes: smallest, tuned for, largest
 
 
 def run(config: ExportConfig, log: StepLog, *, model: Path, data: Artifact[DatasetManifest], output: Path) -> str:
@@ -255,16 +256,16 @@ def _graphs(network: nn.Module) -> Graphs:
 
 @dataclass(kw_only=True)
 class _PlanBuilder:
-    """Builds plans of encoder and step, for sentences one by one and for batches of fixed sizes.
+    """Builds plans of encoder and step, for sentences one by one and for batches of fixed sizes where these build.
 
     TensorRT 8.6 captures no graph where a profile takes batches of several sizes, and chooses kernels again at each
-    new length of the state.
+    new length of the state; but of some fixed sizes it finds no INT8 kernels.
     """
 
     config: ExportConfig
     log: StepLog
     shapes: Mapping[str, Sequence[str | int]]  # of each tensor; an axis that changes by its name
-    sizes: Sequence[Mapping[str, tuple[int, int, int]]]  # of those axes in each profile: smallest, tuned for, largest
+    forms: Sequence[Sequence[_Profile]]  # that are tried, until one builds
 
     @classmethod
     def of(
@@ -276,9 +277,11 @@ class _PlanBuilder:
         check_options(config.engine_options)
         usual = int(np.median([len(tokens) for tokens in sentences]))
         lengths = dict.fromkeys(("source", "target"), (1, usual, max_tokens))
-        batches = dict.fromkeys((1, min(config.opt_batch, config.max_batch), config.max_batch))
-        sizes = [{"batch": (batch, batch, batch), **lengths} for batch in batches]
-        return cls(config=config, log=log, shapes=_axes(network), sizes=sizes)
+        opt, most = min(config.opt_batch, config.max_batch), config.max_batch
+        fixed = [(batch, batch, batch) for batch in dict.fromkeys((most, opt, 1))]  # those that fail sooner first
+        forms = [fixed, [(2, max(2, opt), most), (1, 1, 1)]] if most > 1 else [fixed]
+        profiles = [[{"batch": batch, **lengths} for batch in form] for form in forms]
+        return cls(config=config, log=log, shapes=_axes(network), forms=profiles)
 
     def build(
         self, graphs: Sequence[onnx.ModelProto], files: Sequence[Path], precision: Precision
@@ -290,18 +293,27 @@ class _PlanBuilder:
         """
         cache, entries = cache_folder(self.config), []
         for graph, file, name in reversed(list(zip(graphs, files, (ENCODER, "{}"), strict=True))):
-            entry = build_engine(
-                file,
-                file.with_suffix(".plan").with_stem(name.format(precision)),
-                precision=precision,
-                shapes=self._tensors(graph),
-                timing_cache_path=cache / TIMING_CACHES if cache else None,
-                optimization_level=self.config.optimization_level,
-                workspace_bytes=self.config.workspace_bytes,
-                options=self.config.engine_options,
-            )
-            weights = _weight_storage() if precision == "int8" else "dq"
-            entries.append(entry.model_copy(update={"weights": weights}))
+            weights, failed = _weight_storage() if precision == "int8" else "dq", list[str]()
+            for form in self.forms:
+                try:
+                    entry = build_engine(
+                        file,
+                        file.with_suffix(".plan").with_stem(name.format(precision)),
+                        precision=precision,
+                        shapes=self._tensors(graph, form),
+                        timing_cache_path=cache / TIMING_CACHES if cache else None,
+                        optimization_level=self.config.optimization_level,
+                        workspace_bytes=self.config.workspace_bytes,
+                        options=self.config.engine_options,
+                    )
+                except EngineryError as error:
+                    if error.code != "build-failed" or form is self.forms[-1]:
+                        raise
+                    failed.append(f"batches of fixed sizes: {error}".replace(str(file), file.name))
+                    self.log.warning(f"{file.name} can't be built for batches of fixed sizes, trying others: {error}")
+                else:
+                    entries.append(entry.model_copy(update={"weights": weights, "failed_forms": tuple(failed)}))
+                    break
         return entries
 
     def build_all(self, output: Path) -> tuple[tuple[EngineEntry, ...], str]:
@@ -328,12 +340,12 @@ class _PlanBuilder:
         self.log.progress("building engines", len(PRECISIONS), len(PRECISIONS))
         return tuple(entries), ""
 
-    def _tensors(self, graph: onnx.ModelProto) -> Tensors:
+    def _tensors(self, graph: onnx.ModelProto, form: Sequence[_Profile]) -> Tensors:
         inputs = [value.name for value in graph.graph.input]
-        profiles = [{name: self._limits(name, sizes) for name in inputs} for sizes in self.sizes]
+        profiles = [{name: self._limits(name, sizes) for name in inputs} for sizes in form]
         return Tensors(profiles, [value.name for value in graph.graph.output])
 
-    def _limits(self, name: str, sizes: Mapping[str, tuple[int, int, int]]) -> Sizes:
+    def _limits(self, name: str, sizes: _Profile) -> Sizes:
         low, usual, high = (
             tuple(sizes[axis][which] if isinstance(axis, str) else axis for axis in self.shapes[name])
             for which in range(3)

@@ -141,7 +141,10 @@ def test_outputs_may_have_more_axes_than_those_of_a_classifier(architecture, tmp
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_detector_returns_its_surest_anchors_in_their_order(precision, tmp_path):
     torch.manual_seed(0)
-    network, shapes = build_model("detection/fcos_small", 3).eval(), ShapeSpec(height=288, width=288, max_batch=8)
+    network, shapes = (
+        build_model("detection/fcos_small", 3).eval(),
+        ShapeSpec(height=288, width=288, opt_batch=4, max_batch=8),
+    )
     export_onnx(network, tmp_path / "whole.onnx", shapes)
     whole = onnx.load(tmp_path / "whole.onnx")
     for name, model in (("fp32", whole), ("fp16", to_fp16(whole))):

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -9,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import BundleManifest, CheckpointManifest, DatasetManifest, load
-from components.common.contracts.records import LayerCost
+from components.common.contracts.records import EngineEntry, LayerCost, Precision
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
 from components.common.runtimes import tensorrt
@@ -20,6 +22,7 @@ from components.common.tasks.translation.search import padded, search
 from components.common.tasks.translation.vocabulary import EOS, Vocabulary, train_vocabulary
 from components.export import translation
 from components.export.config import ExportConfig
+from components.export.engines import Tensors
 from components.export.placement import quantizable_layers
 from components.export.selection import Budget
 from components.export.translation import (
@@ -33,6 +36,8 @@ from components.export.translation import (
     teacher_forced,
 )
 from enginery.datasets.phrases import phrase_pair
+from tests.unit.measurements import engine_entry
+from tests.unit.refusals import refuses
 from tests.unit.shapes import Chain
 
 NUM_TOKENS = 400
@@ -112,19 +117,48 @@ def test_layers_leave_int8_until_the_others_cost_little() -> None:
 
 
 @pytest.mark.parametrize(
-    ("opt_batch", "max_batch", "batches"), [(4, 8, [1, 4, 8]), (8, 8, [1, 8]), (1, 8, [1, 8]), (1, 1, [1])]
+    ("opt_batch", "max_batch", "fixed", "others"),
+    [(4, 8, [8, 4, 1], (2, 4, 8)), (8, 8, [8, 1], (2, 8, 8)), (1, 8, [8, 1], (2, 2, 8)), (1, 1, [1], None)],
 )
-def test_each_profile_takes_one_number_of_sentences(
-    graphs: Graphs, monkeypatch: pytest.MonkeyPatch, opt_batch: int, max_batch: int, batches: list[int]
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_profile_takes_one_number_of_sentences_where_that_builds(
+    graphs: Graphs,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    opt_batch: int,
+    max_batch: int,
+    fixed: list[int],
+    others: tuple[int, int, int] | None,
+    fails: bool,
 ) -> None:
+    tried = []
+
+    def build(file: Path, plan: Path, *, shapes: Tensors, precision: Precision, **_: Any) -> EngineEntry:
+        batches = [profile["tokens" if file.name == "int8.onnx" else "source"] for profile in shapes.profiles]
+        tried.append((file.name, [tuple(limit[0] for limit in limits) for limits in batches]))
+        if fails and len(tried) == 1:
+            raise EngineryError(f"TensorRT can't build {file}", code="build-failed")
+        return engine_entry(precision, file=plan.name)
+
     monkeypatch.setattr(tensorrt, "why_unavailable", lambda: None)
     monkeypatch.setattr(translation, "check_options", lambda options: None)
+    monkeypatch.setattr(translation, "is_strongly_typed", lambda: False)
+    monkeypatch.setattr(translation, "build_engine", build)
     config = resolve(ExportConfig, "export", {"opt_batch": opt_batch, "max_batch": max_batch})
     network = build_model("translation/transformer_small", NUM_TOKENS)
     builder = _PlanBuilder.of(config, StepLog("test"), network, 24, SOURCES)
     assert builder is not None
-    profiles = builder._tensors(graphs[0]).profiles
-    assert profiles == [{"source": ((batch, 1), (batch, 4), (batch, 24))} for batch in batches]
+    files, each = [tmp_path / "int8_encoder.onnx", tmp_path / "int8.onnx"], [(batch, batch, batch) for batch in fixed]
+    if fails and others is None:
+        with refuses("build-failed"):
+            builder.build(graphs, files, "int8")
+        return
+    step, encoder = builder.build(graphs, files, "int8")
+    retried = [("int8.onnx", [others, (1, 1, 1)])] if fails else []
+    assert tried == [("int8.onnx", each), *retried, ("int8_encoder.onnx", each)]
+    assert [step.weights, encoder.weights] == ["qdq", "qdq"]
+    assert [len(step.failed_forms), len(encoder.failed_forms)] == [int(fails), 0]
+    assert not any(str(tmp_path) in form for form in step.failed_forms)
 
 
 def test_candidates_of_plans_are_judged_by_what_their_file_says(translator: Chain) -> None:
