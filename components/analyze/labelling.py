@@ -36,11 +36,11 @@ from components.common.runtimes.selection import select_runtime
 from components.common.tasks.answers import Answer
 
 MOST_FRAMES = {"cpu": 32, "gpu": 64}  # of a batch, unless it is set
-_AHEAD = 2  # batches that are transformed while one is labelled
+_AHEAD = 2  # batches that are transformed and labelled while one is written
 _FLUSH_S = 1.0
 Kind = Literal["frames", "events"]
 _Batch = list[tuple[StreamState, VideoFrame]]
-_Answered = tuple[np.ndarray, list[Future[Answer]]]  # outputs of a batch, [B, ...] float32, and what they say
+_Answered = tuple[np.ndarray, list[Future[list[Answer]]]]  # outputs of a batch, [B, ...] float32, and what they say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,28 +177,38 @@ def _label_all(
     writer: "_Writer",
     log: StepLog,
 ) -> None:
-    """Take batches over all streams until they end. While the model runs, the next frames are transformed."""
+    """Take batches over all streams until they end. One is transformed, one labelled and one written at a time."""
     waiting: deque[tuple[_Batch, Future[_Answered]]] = deque()
-    done = 0
-    with ThreadPoolExecutor(num_cores()) as answering, ThreadPoolExecutor(1) as worker:
+    done, num_workers = 0, num_cores()
+    with (
+        ThreadPoolExecutor(num_workers) as answering,
+        ThreadPoolExecutor(1) as labelling,
+        ThreadPoolExecutor(1) as transforming,
+    ):
 
-        def infer(batch: _Batch, images: Any) -> _Answered:
-            outputs, answer = runner.infer(images), writer.answers.answer
+        def transformed(batch: _Batch) -> Any:
+            return transform.transform(rgb_images([frame.pixels for _, frame in batch]))
+
+        def answers(batch: _Batch, outputs: np.ndarray) -> list[Answer]:
             sizes = [frame.pixels.shape[1::-1] for _, frame in batch]
-            return outputs, [answering.submit(answer, *each) for each in zip(outputs, sizes, strict=True)]
+            return [writer.answers.answer(*each) for each in zip(outputs, sizes, strict=True)]
+
+        def infer(batch: _Batch, images: Future[Any]) -> _Answered:
+            outputs, step = runner.infer(images.result()), -(-len(batch) // num_workers)
+            parts = [slice(start, start + step) for start in range(0, len(batch), step)]
+            return outputs, [answering.submit(answers, batch[part], outputs[part]) for part in parts]
 
         def write_first() -> None:
             nonlocal done
             batch, answered = waiting.popleft()
-            outputs, answers = answered.result()
-            writer.write(batch, outputs, [answer.result() for answer in answers])
+            outputs, parts = answered.result()
+            writer.write(batch, outputs, [answer for part in parts for answer in part.result()])
             streams.wrote(batch)
             done += len(batch)
             log.progress("labelling", done, max(done + 1, sum(s.num_decoded for s in streams.states)), unit="frames")
 
         while batch := streams.take(batch_size):
-            images = transform.transform(rgb_images([frame.pixels for _, frame in batch]))
-            waiting.append((batch, worker.submit(infer, batch, images)))
+            waiting.append((batch, labelling.submit(infer, batch, transforming.submit(transformed, batch))))
             # A full batch leaves others waiting, so that the next is transformed meanwhile; what comes slowly is
             # answered at once.
             while len(waiting) > (_AHEAD if len(batch) == batch_size else 0):
