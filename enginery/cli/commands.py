@@ -13,7 +13,7 @@ _COMMANDS = {
     "engines": "Build and measure engines of a bundle for the GPU here.",
     "benchmark": "Measure networks by batch size, beside published rows.",
     "advise": "Predict which GPU a model needs, how many, and what limits them.",
-    "data": "Write a built-in dataset: digits, textures, shapes.",
+    "data": "Write a built-in dataset: digits, textures, shapes, phrases.",
     "runs": "List the runs of this machine.",
     "compare": "Show runs or versions side by side: accuracy, speed, and what differed.",
     "models": "List registered models: versions, aliases, verdicts.",
