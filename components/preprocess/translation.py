@@ -29,7 +29,7 @@ from components.common.contracts.transforms import TextSpec
 from components.common.data.pages import templates
 from components.common.process.partial_output import LOCK, open_partial
 from components.common.process.steplog import StepLog
-from components.common.tasks.translation.sentences import CONTROL, visible
+from components.common.tasks.translation.sentences import BLEU_TOKENIZERS, CONTROL, base_language, visible
 from components.common.tasks.translation.vocabulary import VOCABULARY, Vocabulary, train_vocabulary
 from components.preprocess.assembling import check_share, tell
 from components.preprocess.config import PreprocessConfig
@@ -65,6 +65,7 @@ _SPLITS = ("train", "val", "")
 _NO_SCRIPT = frozenset(
     ["MODIFIER", "MICRO", "MASCULINE", "FEMININE", "MATHEMATICAL", "SCRIPT", "FULLWIDTH", "HALFWIDTH"]
 )
+_WITHOUT_SPACES = ("CJK", "THAI", "LAO", "MYANMAR", "KHMER")  # between words
 _EAST_ASIAN = ("CJK", "HIRAGANA", "KATAKANA", "BOPOMOFO", "IDEOGRAPHIC")  # which one sentence mixes
 
 Numbers = npt.NDArray[np.uint64]
@@ -219,11 +220,30 @@ def _read(config: PreprocessConfig, log: StepLog, folder: Path, rejections: _Rej
                     hashes.append(_hash(text))
                     scripts.append(corpus.script_names.setdefault(_script(text), len(corpus.script_names)))
     if not corpus.splits:
-        reasons = f" ({rejections.counts()})" if rejections.kinds else ""
+        reasons = f" ({rejections.counts()}; such as {rejections.first})" if rejections.kinds else ""
         raise UserError(
-            f"{config.data} has no pair of sentences that can be used{reasons}", code="no-usable-pair", setting="data"
+            f"{config.data} has no pair of sentences that can be used{reasons}. Give lines of source, tab, target, or "
+            f"files whose languages are {config.source_language} and {config.target_language}",
+            code="no-usable-pair",
+            setting="data",
         )
+    _check_languages(corpus, config)
     return corpus
+
+
+def _check_languages(corpus: _Corpus, config: PreprocessConfig) -> None:
+    sources, targets = corpus.hashes
+    if sources == targets:
+        message = f"every target of {config.data} is the same sentence as its source; give translations as targets"
+        raise UserError(message, code="no-translation", setting="data")
+    script = list(corpus.script_names)[int(np.bincount(np.frombuffer(corpus.scripts[1], np.uint16)).argmax())]
+    if script in _WITHOUT_SPACES and base_language(config.target_language) not in BLEU_TOKENIZERS:
+        raise UserError(
+            f"the target language is {config.target_language}, and most targets of {config.data} are of the script "
+            f"{script}, between whose words are no spaces, so BLEU needs the right code: {', '.join(BLEU_TOKENIZERS)}",
+            code="other-script",
+            setting="preprocess.target_language",
+        )
 
 
 def _checked(pair: Pair, config: PreprocessConfig) -> tuple[str, str, str]:
@@ -329,8 +349,8 @@ def _held_out(sources: Numbers, targets: Numbers, config: PreprocessConfig) -> n
         groups.setdefault(root(source), []).append(number)
     if len(groups) < 2:
         raise UserError(
-            f"{len(sources)} pairs of {config.data} that differ can't be split into training and validation: "
-            f"{'all share sentences' if len(sources) > 1 else 'there must be two'}. Add pairs",
+            f"the pairs of {config.data} can't be split into training and validation: "
+            f"{f'all {len(sources):,} share sentences' if len(sources) > 1 else 'there must be two'}. Add pairs",
             code="too-few-pairs",
             setting="data",
         )

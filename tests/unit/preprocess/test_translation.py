@@ -431,15 +431,26 @@ def test_settings_that_can_not_be(tmp_path: Path, settings: dict[str, Any], code
 
 
 @pytest.mark.parametrize(
-    ("name", "code"), [("nothing", "no-data"), ("text.csv", "unknown-data-kind"), ("empty", "no-parallel-text")]
+    ("name", "code"),
+    [
+        ("nothing", "no-data"),
+        ("text.csv", "unknown-data-kind"),
+        ("empty", "no-parallel-text"),
+        ("same.tsv", "no-translation"),
+        ("thai.tsv", "other-script"),
+    ],
 )
 def test_data_that_is_no_parallel_text(tmp_path: Path, name: str, code: str) -> None:
     (tmp_path / "text.csv").write_text("a,b\n")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/notes.txt").write_text("a")
-    with refuses(code, "data"):
+    (tmp_path / "same.tsv").write_bytes(tsv([(f"{source} ", source) for source, _ in PAIRS]))
+    (tmp_path / "thai.tsv").write_bytes(tsv([(source, f"สวัสดี{number}") for number, (source, _) in enumerate(PAIRS)]))
+    with refuses(code, "preprocess.target_language" if code == "other-script" else "data"):
         packed(tmp_path / name, tmp_path / "out")
-    if code != "no-parallel-text":
+    if code == "other-script":
+        packed(tmp_path / name, tmp_path / "out", target_language="th-TH")
+    if code in ("no-data", "unknown-data-kind"):
         with refuses(code, "data"):
             check_data_folder(str(tmp_path / name), "translation")
 

@@ -7,8 +7,7 @@ import numpy as np
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
-# Languages without spaces between words. sacrebleu's own choice for Japanese and Korean needs dictionaries.
-_TOKENIZERS = {"zh": "zh", "ja": "char", "ko": "char", "th": "char", "lo": "char", "my": "char", "km": "char"}
+from components.common.tasks.translation.sentences import BLEU_TOKENIZERS, base_language
 
 
 def bleu_statistics(hypotheses: Sequence[str], references: Sequence[str], language: str) -> np.ndarray:
@@ -60,7 +59,7 @@ def signatures(language: str) -> dict[str, str]:
 @cache
 def _bleu(language: str) -> BLEU:
     # forced: without warnings of text that looks tokenized
-    return BLEU(tokenize=_TOKENIZERS.get(language.partition("-")[0].lower(), "13a"), force=True)
+    return BLEU(tokenize=BLEU_TOKENIZERS.get(base_language(language), "13a"), force=True)
 
 
 @cache

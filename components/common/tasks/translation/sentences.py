@@ -14,6 +14,13 @@ _INVISIBLE = re.compile(
     "[\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2060-\u206f\u3164\ufe00-\ufe0f\uffa0"
     "\U000e0000-\U000e0fff]"
 )
+# sacrebleu's, by language without spaces between words; its own choice for Japanese and Korean needs dictionaries.
+BLEU_TOKENIZERS = {"zh": "zh", "ja": "char", "ko": "char", "th": "char", "lo": "char", "my": "char", "km": "char"}
+
+
+def base_language(code: str) -> str:
+    """Return "pt" of "pt-BR"."""
+    return code.partition("-")[0].lower()
 
 
 def visible(text: str) -> str:
