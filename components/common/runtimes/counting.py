@@ -4,6 +4,7 @@ PyTorch models run once on fake tensors, which have shapes and no numbers; of ON
 """
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -240,7 +241,8 @@ def _storage(tensor: Tensor) -> int:
 @contextmanager
 def _translate_errors(architecture: str, image_size: int) -> Iterator[None]:
     """Turn whatever a model raises on images of a wrong size into an error that says so."""
-    fast = torch.backends.mha.get_fastpath_enabled()
+    fast, log = torch.backends.mha.get_fastpath_enabled(), logging.getLogger("torch._subclasses.fake_tensor")
+    log.disabled = True  # a traceback of what the error says
     torch.backends.mha.set_fastpath_enabled(False)  # one operation that hides its products
     try:
         yield
@@ -255,6 +257,7 @@ def _translate_errors(architecture: str, image_size: int) -> Iterator[None]:
         ) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+        log.disabled = False
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
