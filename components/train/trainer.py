@@ -291,7 +291,7 @@ class Trainer:
             )
         load_weights(self.model, saved.group("model"), "the checkpoint")
         if self.ema is not None:
-            self.ema.module.load_state_dict(saved.group("ema"))
+            load_weights(self.ema.module, saved.group("ema"), "the checkpoint")
         restore_optimizer(self.optimizer, saved)
         self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None] * len(self.optimizer.param_groups)})
         self.scaler.load_state_dict(state["scaler"])

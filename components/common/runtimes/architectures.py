@@ -3,6 +3,7 @@
 import difflib
 import pickle
 import zipfile
+from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 
@@ -168,8 +169,10 @@ def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: str
     Raises:
         UserError: names or shapes don't fit the model, or a number is not finite.
     """
+    named = OrderedDict(weights)
+    named._metadata = {"": {"version": model._version}}  # type: ignore[attr-defined]  # MNASNet asks for it
     try:
-        model.load_state_dict(weights, strict=True)
+        model.load_state_dict(named, strict=True)
     except RuntimeError as error:
         problems = [shortened(line.rstrip(". "), 200) for line in str(error).splitlines()[1:]]
         more = f"; and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""

@@ -62,6 +62,13 @@ def test_weights_from_a_file(tmp_path: Path, writer: str) -> None:
     assert other["fc.weight"].shape == (10, 512)
 
 
+def test_weights_without_the_version_that_their_network_asks_for(tmp_path: Path) -> None:
+    given = build_model("mnasnet0_5", 7).state_dict()
+    save_file(given, tmp_path / "w.safetensors")
+    same, _ = start(7, architecture="mnasnet0_5", pretrained=str(tmp_path / "w.safetensors"))
+    assert all(torch.equal(value, given[key]) for key, value in same.items())
+
+
 def test_a_detector_begins_with_torchvisions_weights(tmp_path: Path) -> None:
     from torchvision.models.detection import fcos_resnet50_fpn
 
