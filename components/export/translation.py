@@ -1,5 +1,6 @@
 """export of a translator: encoder and step as ONNX, INT8 chosen by BLEU on sentences of the training split."""
 
+import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -78,6 +79,7 @@ from components.export.selection import Budget
 _METHODS = tuple(name for name in RANGES if name != "smoothquant")
 _NUM_CHECKED = 8  # sentences on which ONNX Runtime and torch are compared
 _MAX_TRIALS = 4  # with layers in float, which leave half of the cost each time
+_SEED = 0  # of the choice of sentences
 Graphs = tuple[onnx.ModelProto, onnx.ModelProto]  # of encoder and step
 _Profile = Mapping[str, tuple[int, int, int]]  # sizes of each axis that changes: smallest, tuned for, largest
 
@@ -108,7 +110,7 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, data: Artifact[Datas
     load_weights(network, load_file(checkpoint.file("weights.safetensors")), str(model))
     log.progress("writing ONNX", 0, 2, "FP32", unit="precisions")
     fp32 = _graphs(network)
-    calibration, selection = _split(config, data)
+    calibration, selection, ids = _split(config, data)
     log.metrics({"onnx_relative_error": _check_against_torch(network, fp32, vocabulary, calibration[:_NUM_CHECKED])})
     plans = _PlanBuilder.of(config, log, network, text.max_tokens, _tokens(vocabulary, calibration)[0])
     search = _Search(
@@ -121,7 +123,7 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, data: Artifact[Datas
         budget=Budget.of(config, data),
         plan_weights=_weight_storage() if plans is not None else None,
     )
-    entry, int8 = search.run(calibration, selection, [f"{number}" for number in range(len(calibration))])
+    entry, int8 = search.run(calibration, selection, ids)
     files = {"fp32": fp32, "int8": int8}
     if plans is not None:
         files["fp16"] = _in_fp16(fp32)
@@ -188,13 +190,14 @@ def _in_fp16(graphs: Graphs) -> Graphs:
     return encoder, step
 
 
-def _split(config: ExportConfig, data: Artifact[DatasetManifest]) -> tuple[Pairs, Pairs]:
-    """Sentences to calibrate with, and others to choose by; both of training."""
-    available = data.manifest.splits["train"].num_images
-    num_calibration = min(config.num_calibration_images, max(1, available // 2))
-    num_selection = min(config.num_selection_images, available - num_calibration)
-    pairs = read_pairs(data, "train", 0, num_calibration + num_selection)
-    return pairs[:num_calibration], pairs[num_calibration:]
+def _split(config: ExportConfig, data: Artifact[DatasetManifest]) -> tuple[Pairs, Pairs, Sequence[str]]:
+    """Sentences to calibrate with, and others to choose by, from all of training; places of the former there."""
+    pairs = read_pairs(data, "train")
+    num_calibration = min(config.num_calibration_images, max(1, len(pairs) // 2))
+    num_chosen = min(num_calibration + config.num_selection_images, len(pairs))
+    places = random.Random(_SEED).sample(range(len(pairs)), num_chosen)  # a corpus lies file by file, often sorted
+    chosen = [pairs[place] for place in places]
+    return chosen[:num_calibration], chosen[num_calibration:], [f"{place}" for place in places[:num_calibration]]
 
 
 class _Encoder(nn.Module):

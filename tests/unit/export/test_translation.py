@@ -179,7 +179,7 @@ def test_candidates_of_plans_are_judged_by_what_their_file_says(translator: Chai
         budget=BUDGET,
         plan_weights="qdq",
     )
-    found, _ = search.run(*_split(config, data), ids=())
+    found, _ = search.run(*_split(config, data))
     assert found.selection.runtime == "onnxruntime"
     assert served.runtime == "openvino"
     assert found.selection.fp32_score_pct == pytest.approx(served.fp32_score_pct, abs=0.1)

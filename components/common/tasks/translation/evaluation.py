@@ -9,12 +9,11 @@ Pairs = Sequence[tuple[str, str]]
 _AT_ONCE = 1024  # sentences of which those of similar length make a batch
 
 
-def read_pairs(data: Artifact[DatasetManifest], split: str, start: int = 0, num: int | None = None) -> Pairs:
-    """Source and target of some pairs of a split, in their order."""
+def read_pairs(data: Artifact[DatasetManifest], split: str) -> Pairs:
+    """Source and target of the pairs of a split, in their order."""
     (name,) = data.manifest.splits[split].shards  # type: ignore[index]
     lines = data.file(name).read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    chosen = lines[start : None if num is None else start + num]
-    return [(source, target) for source, _, target in (line.partition("\t") for line in chosen)]
+    return [(source, target) for source, _, target in (line.partition("\t") for line in lines)]
 
 
 def translate_all(

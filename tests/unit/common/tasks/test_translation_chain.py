@@ -33,6 +33,9 @@ def test_every_artifact_says_what_it_is_of(translator: Chain) -> None:
     assert checkpoint.metrics["val_score_pct"] > 40  # of the next tokens
     assert set(bundle.models) == {"fp32", "fp32_encoder", "int8", "int8_encoder"}
     assert bundle.num_quantized_layers == bundle.num_quantizable_layers == 5
+    places = set(map(int, bundle.calibration.ids))
+    assert len(places) == bundle.calibration.num_images
+    assert max(places) > dataset.splits["train"].num_images / 2  # from everywhere in the text
     (trial, *_) = bundle.calibration.selection.trials
     assert trial.agreement_pct > 50
     assert 0 < trial.chrf_pct <= 100
