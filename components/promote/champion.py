@@ -205,13 +205,14 @@ class Decision:
             return compare_versions(self.evaluation, measured, number, self.config.tolerance_points)
         self.evaluation.measured("the version")  # before the champion is measured for nothing
         if number not in self._measured:
-            self.log.note(f"the champion, version {number}, was measured on other images; now on these")
+            self.log.note(f"the champion, version {number}, was measured on another validation split; now on this one")
+            unit = self.evaluation.report.manifest.accuracy.unit
             self._measured[number] = remeasure(
                 self.registry,
                 champion.version,
                 present.precision,
                 self.data,
-                lambda done, total: self.log.progress("measuring the champion", done, total, unit="images"),
+                lambda done, total: self.log.progress("measuring the champion", done, total, unit=unit),
                 self.log.note,
             )
         return compare_versions(self.evaluation, self._measured[number], number, self.config.tolerance_points)

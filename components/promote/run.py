@@ -61,7 +61,7 @@ def run(
     data = load(dataset, DatasetManifest)
     if data.manifest.splits["val"].digest != evaluation.split_digest:
         raise EngineryError(
-            f"the report {report} was measured on other images than the validation split of {dataset}; name the "
+            f"the report {report} was measured on another validation split than that of {dataset}; name the "
             "dataset that was given to validate, or validate again",
             code="other-dataset",
         )

@@ -146,7 +146,8 @@ def _translate(model: str, texts: Sequence[str], beam_size: int, as_json: bool) 
 
 
 def _lines(text: bytes) -> list[bytes]:
-    return text.removeprefix(codecs.BOM_UTF8).removesuffix(b"\n").split(b"\n")
+    lines = text.removeprefix(codecs.BOM_UTF8).removesuffix(b"\n")
+    return lines.split(b"\n") if text else []
 
 
 def _named_images(images: Sequence[str]) -> Iterator[tuple[str, Callable[[], bytes]]]:
@@ -167,7 +168,8 @@ def _named_images(images: Sequence[str]) -> Iterator[tuple[str, Callable[[], byt
         elif path.exists():
             yield name, _reader(path)
         else:
-            raise UserError(f"there is no file or folder {path}; name an image", code="no-images")
+            message = f"there is no file or folder {path}; name an image, or a translator before sentences"
+            raise UserError(message, code="no-images")
 
 
 def _reader(path: Path) -> Callable[[], bytes]:

@@ -123,8 +123,8 @@ def _review(registry: Registry, version: RegisteredVersion, situation: Situation
                 number, present = champion.version.number, champion.evaluation
                 if present.split_digest != evaluation.split_digest:
                     objection = (
-                        f"it was measured on other images than the champion, version {number}, so the two can't be "
-                        "compared here; a run of the pipeline on the images of one of them measures both"
+                        f"it was measured on another validation split than the champion, version {number}, so the two "
+                        "can't be compared here; a run of the pipeline on the data of one of them measures both"
                     )
                     return _Review(objection=objection, code="other-images", digests=digests)
                 measured = present.measured(f"the champion, version {number},")

@@ -81,7 +81,7 @@ class ChampionComparison(Record):
         return (
             f"{self.score_name} {self.score_pct:.2f} % ({self.precision.upper()}), champion version "
             f"{self.champion_version} {self.champion_score_pct:.2f} % ({self.champion_precision.upper()}{again}) on "
-            f"the same {self.num_images:,} images"
+            f"the same validation split of {self.num_images:,}"
         )
 
 

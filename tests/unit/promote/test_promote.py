@@ -104,7 +104,7 @@ def test_no_worse_one_becomes_champion(
     if not tolerance:
         assert said[2] == (
             "m version 3 registered in MLflow as @candidate: worse than the champion: top-1 59.00 % (INT8), champion "
-            "version 2 60.00 % (INT8) on the same 100 images"
+            "version 2 60.00 % (INT8) on the same validation split of 100"
         )
         paired = comparison(tmp_path / "c-059").paired
         assert paired is not None
@@ -196,7 +196,7 @@ def test_the_number_of_now_counts(
     assert found.measured_again == "openvino"
     assert found.paired is not None
     assert (found.paired.num_lost, found.paired.num_gained) == (12, 12)
-    assert "(INT8, measured again with openvino) on the same 120 images" in said
+    assert "(INT8, measured again with openvino) on the same validation split of 120" in said
     assert (registry.aliases("m")["champion"] == "2") is becomes
 
 

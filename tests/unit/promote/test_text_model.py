@@ -91,6 +91,8 @@ def test_predict_translates_arguments_and_lines(translator: Chain, opened: Trans
     assert "sentence 3: it is not UTF-8" in done.stderr
     assert isinstance(done.exception, UserError)
     assert done.exception.code == "sentences-without-answer"
+    nothing = CliRunner().invoke(predict, [bundle, "-"], input=b"")
+    assert (nothing.exit_code, nothing.stdout) == (0, "")
     with refuses("no-sentences"):
         enginery("predict", bundle)
     for option, value in (("--top-k", 3), ("--picture", "x.png")):
