@@ -354,7 +354,11 @@ def collect_with_onnxruntime(
         for name in outputs
         if name not in present
     )
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(
+        model.SerializeToString(),
+        providers=["CPUExecutionProvider"],
+        disabled_optimizers=["ConvAddActivationFusion"],  # loses outputs of two convolutions that are added
+    )
     del model
     # [b, C, H, W] float32 each
     runs = (

@@ -18,6 +18,7 @@ from components.export.calibration import (
 )
 from components.export.config import CALIBRATION_METHODS
 from components.export.placement import activation_tensors
+from tests.unit.networks import onnx_model
 from tests.unit.refusals import refuses
 
 
@@ -197,6 +198,24 @@ def test_collected_histograms_do_not_depend_on_the_batches_and_leave_the_file(re
     np.testing.assert_array_equal(whole["images"].counts, split["images"].counts)
     assert whole["images"].max_abs == np.abs(images).max()
     assert onnx.load(path).SerializeToString() == model.SerializeToString()
+
+
+def test_what_a_convolution_adds_to_another_is_collected(tmp_path):
+    nodes = [
+        onnx.helper.make_node("Conv", ["images", "w1", "bias"], ["a"], pads=[1, 1, 1, 1], group=16),
+        onnx.helper.make_node("Conv", ["images", "w2", "bias"], ["b"], group=16),
+        onnx.helper.make_node("Add", ["a", "b"], ["logits"]),
+    ]
+    weights = {"w1": np.ones((32, 1, 3, 3)), "w2": np.ones((32, 1, 1, 1)), "bias": np.zeros(32)}
+    model = onnx_model(
+        nodes,
+        {"images": ["N", 16, 8, 8]},
+        {"logits": ["N", 32, 8, 8]},
+        {name: values.astype(np.float32) for name, values in weights.items()},
+    )
+    onnx.save(model, tmp_path / "m.onnx")
+    found = collect_with_onnxruntime(tmp_path / "m.onnx", ["a", "logits"], [np.ones((2, 16, 8, 8), np.float32)])
+    assert [histogram.max_abs for histogram in found.values()] == [9, 10]
 
 
 @pytest.mark.parametrize(
