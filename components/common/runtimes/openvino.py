@@ -1,6 +1,8 @@
 """OpenVINO: INT8 in integer arithmetic, and FP32 as FP32, on CPUs."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,7 +39,10 @@ def open_model(bundle: Artifact[BundleManifest], precision: Precision) -> OpenMo
     file, notes = bundle.manifest.models[precision], []
     if precision == "int8":
         model = fit_model(bundle.manifest.int8_on_cpus)
-        file, notes = model.file, [f"{model.arithmetic}, on {instruction_set()}"]
+        arithmetic = (
+            model.arithmetic if bundle.manifest.num_quantized_layers else "no layer in INT8, all compute in FP32"
+        )
+        file, notes = model.file, [f"{arithmetic}, on {instruction_set()}"]
     runner = OpenVINORunner(bundle.file(file), bundle.manifest.image_shapes)
     return OpenModel(file=bundle.file(file), runner=runner, notes=tuple(notes))
 
@@ -50,6 +55,25 @@ def _core() -> ov.Core:
     be in use again by then, put back by another Core that went: the next signal, such as Ctrl-C, would end the process.
     """
     return ov.Core()
+
+
+@contextmanager
+def named_refusal() -> Iterator[None]:
+    """Name what the CPU lacks where OpenVINO has no code for it, which shows with the first images.
+
+    Raises:
+        RuntimeUnavailable: it has none.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "bad combination" not in str(error):
+            raise
+        raise RuntimeUnavailable(
+            f"OpenVINO can't run layer normalization on a CPU without AVX, as this is with {instruction_set()}: take "
+            "another CPU, or a network with BatchNorm alone, such as resnet50",
+            code="cpu-without-avx",
+        ) from error
 
 
 def profile_layers(onnx_path: Path, shapes: ShapeSpec, batch_size: int) -> list[tuple[str, tuple[str, ...], float]]:
@@ -94,7 +118,8 @@ class OpenVINORunner:
 
     def infer(self, images: Images) -> np.ndarray:
         """See Runner."""
-        result = self._request.infer([to_numpy(images)], share_inputs=True)
+        with named_refusal():
+            result = self._request.infer([to_numpy(images)], share_inputs=True)
         return np.array(result[0], dtype=np.float32)
 
     def measure(self, batch_size: int, **how: Unpack[BenchmarkOptions]) -> Timing:
@@ -138,7 +163,8 @@ def compile_file(onnx_path: Path, hints: dict[str, object]) -> ov.CompiledModel:
         parse_onnx(content, onnx_path)  # refuses weights in other files
     core = _core()
     settings = {props.hint.inference_precision: ov.Type.f32, props.inference_num_threads: num_cores(), **hints}
-    return core.compile_model(core.read_model(content), "CPU", settings)
+    with named_refusal():
+        return core.compile_model(core.read_model(content), "CPU", settings)
 
 
 def _time_queue(queue: ov.AsyncInferQueue, images: np.ndarray, num_streams: int, how: BenchmarkOptions) -> Timing:

@@ -121,6 +121,29 @@ def simulated(files):
     }
 
 
+NORMALIZED = """
+import sys
+from pathlib import Path
+import numpy as np
+from components.common.contracts.transforms import ShapeSpec
+from components.common.runtimes.openvino import OpenVINORunner
+from tests.unit.refusals import refuses
+
+with refuses("cpu-without-avx"):
+    OpenVINORunner(Path(sys.argv[1]), ShapeSpec(height=8, width=8)).infer(np.ones((2, 3, 8, 8), np.float32))
+"""
+
+
+@pytest.mark.skipif(not available(), reason="oneDNN's instruction sets are those of x86-64")
+@pytest.mark.parametrize("sizes", [["N", 3, 8, 8], [2, 3, 8, 8]])  # OpenVINO finds out with images, or before
+def test_layer_normalization_without_avx_is_refused(tmp_path, sizes) -> None:
+    node = helper.make_node("LayerNormalization", ["images", "scale"], ["logits"])
+    model = onnx_model([node], {"images": sizes}, {"logits": sizes}, {"scale": np.ones(8, np.float32)})
+    onnx.save(model, tmp_path / "model.onnx")
+    done = run_python("-c", NORMALIZED, tmp_path / "model.onnx", **{VARIABLE: "SSE41"})
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(not available(), reason="oneDNN's instruction sets are those of x86-64")
 @pytest.mark.parametrize(
     ("limit", "chooses"),

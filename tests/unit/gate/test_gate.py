@@ -48,12 +48,19 @@ def judged(source: Path, **settings: Any) -> tuple[str, VerdictManifest]:
     return said, load(output, VerdictManifest).manifest
 
 
-def test_a_pass_says_what_was_measured_and_how_int8_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("num_layers", "how"),
+    [(3, "7-bit weights, unsigned activations"), (0, "no layer in INT8, all compute in FP32")],
+)
+def test_a_pass_says_what_was_measured_and_how_int8_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_layers: int, how: str
+) -> None:
     model = CpuModel(file="int8_cpu_7bit.onnx", weight_bits=7, activations="unsigned", saturates_on=())
-    manifest = SimpleNamespace(models={"int8": "int8.onnx"}, int8_on_cpus=(model,), image_shapes=None)
+    given = {"int8_on_cpus": (model,), "image_shapes": None, "num_quantized_layers": num_layers}
+    manifest = SimpleNamespace(models={"int8": "int8.onnx"}, **given)
     monkeypatch.setattr(openvino, "OpenVINORunner", lambda file, shapes: None)
     (note,) = openvino.open_model(SimpleNamespace(file=Path, manifest=manifest), "int8").notes  # type: ignore[arg-type]
-    assert note == f"7-bit weights, unsigned activations, on {instruction_set()}"
+    assert note == f"{how}, on {instruction_set()}"
     row = compared_row(25, num_images=10_000, fp32_pct=80.0, note=note)
     source = report(tmp_path / "report", accuracy_row("fp32", 80.0, num_images=10_000), row)
     said, verdict = judged(source)
