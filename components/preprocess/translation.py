@@ -401,7 +401,6 @@ class _Written:
     num_pairs: int = 0
     num_equal: int = 0  # pairs whose target equals the source
     lengths: Counter[int] = field(default_factory=Counter)  # of the longer side in tokens, up to a multiple of 8
-    num_words: list[int] = field(default_factory=lambda: [0, 0])  # of both sides
     samples: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -423,8 +422,6 @@ def _encode(
                 written.num_pairs += 1
                 written.num_equal += source == target
                 written.lengths[-(-longest // 8) * 8] += 1
-                for side, text in enumerate((source, target)):
-                    written.num_words[side] += len(text.split())
                 place = rng.randrange(written.num_pairs)  # reservoir sampling: each pair with the same chance
                 if len(written.samples) < _NUM_SAMPLES:
                     written.samples.append((source, target))

@@ -95,7 +95,7 @@ def test_the_card(dataset: Artifact[DatasetManifest]) -> None:
     assert "<strong>400</strong> validation pairs" in page
     for split in ("train", "val"):
         pairs = set(of_split(dataset, split))
-        shown = re.findall(r'<tr><td lang="en">(.*?)</td><td lang="de">(.*?)</td></tr>', page)
+        shown = re.findall(r'<tr><td dir="auto" lang="en">(.*?)</td><td dir="auto" lang="de">(.*?)</td></tr>', page)
         assert len({(one.replace("&#39;", "'"), other) for one, other in shown} & pairs) == 10
     assert "http" not in page.replace("http-equiv", "")
 
@@ -170,8 +170,12 @@ def test_each_bad_line_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
 
 
 def test_the_step_says_how_many_for_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "same.tsv").write_bytes(tsv([*PAIRS, ("same", "same")]))
+    card = packed(tmp_path / "same.tsv", tmp_path / "same").file("data_card.html").read_text()
+    assert "equals its source" in card
+    assert "left out for" not in card
     (tmp_path / "text.tsv").write_bytes(tsv([*PAIRS, PAIRS[0], ("same", "same"), ("word " * 300, "Wort " * 300)]))
-    packed(tmp_path / "text.tsv", tmp_path / "out")
+    assert "left out for" in packed(tmp_path / "text.tsv", tmp_path / "out").file("data_card.html").read_text()
     said = " ".join(capsys.readouterr().err.split())
     assert "2 pairs left out (too many words: 1; the same pair again: 1)" in said
     assert "1 pairs (0.8 %) have a target that equals its source" in said
