@@ -93,13 +93,14 @@ def export(model: str, directory: Path, precision: Precision | None, key: Path |
     measured; the same repository is served on a CPU by `tritonserver --model-config-name=cpu`.
     """
     from components.common.registry.trust import check_signer
+    from enginery.new_folders import translate_errors
     from enginery.serving.repository import RepositoryConfig, gpu_server_options, write_repository
     from enginery.serving.sources import find_source
 
     config = resolve(RepositoryConfig, "serve", settings)
     if key is not None:
         check_signer(key)
-    with find_source(model, precision) as source:
+    with translate_errors(directory), find_source(model, precision) as source:
         repository = write_repository(source, directory, config, key)
         unmeasured = len(source.bundle.manifest.engines) and not source.measured_engines
     click.echo(f"wrote {directory}")

@@ -211,7 +211,12 @@ def test_mistakes(promoted, proved, tmp_path: Path) -> None:
             enginery("serve", "export", reference, tmp_path / "models", *options)
         assert list(tmp_path.glob("*models*")) == []
     (tmp_path / "models").mkdir()
-    for target, code in (("models", "output-exists"), ("no/models", "no-parent-folder")):
+    unusable = (
+        ("models", "output-exists"),
+        ("no/models", "no-parent-folder"),
+        ("/sys/models", "permission-denied"),
+    )
+    for target, code in unusable:
         with refuses(code):
             enginery("serve", "export", proved.parts["bundle"], tmp_path / target)
 
