@@ -92,7 +92,10 @@ def check_file(model: Path, architecture: str) -> None:
         message = f"{model} holds weights only: name their architecture, such as --architecture resnet50"
         raise UserError(message, code="architecture-missing", setting="architecture")
     if suffix not in (".onnx", *WEIGHT_SUFFIXES):
-        message = f"{model} is neither .onnx nor weights ({', '.join(WEIGHT_SUFFIXES)})"
+        message = (
+            f"{model} is neither .onnx nor weights ({', '.join(WEIGHT_SUFFIXES)}): export the model by "
+            "torch.onnx.export, or save its state_dict"
+        )
         raise UserError(message, code="unknown-model-format", setting="model")
     refuse_lfs_pointer(model)
 

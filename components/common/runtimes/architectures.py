@@ -118,11 +118,7 @@ def read_weights(path: Path, source: str = "") -> dict[str, torch.Tensor]:
                 f"can't read the weights in {source}: torch.save did not write it, or it is damaged", code="not-weights"
             ) from None
         if "TorchScript" in str(error):
-            raise UserError(
-                f"{source} is a TorchScript program, not weights. Give the model as ONNX (torch.onnx.export), or its "
-                "weights alone: torch.save(torch.jit.load(path).state_dict(), other_path)",
-                code="torchscript",
-            ) from None
+            raise _no_weights_but_torchscript(source) from None
         if isinstance(error, pickle.UnpicklingError):
             raise UserError(
                 f"{source} holds more than weights, and loading it would run code from the file. "
@@ -151,9 +147,20 @@ def _refuse_packed(path: Path, source: str) -> None:
             return
     with zipfile.ZipFile(path) as archive:
         num_bytes = sum(entry.file_size for entry in archive.infolist())
+        is_torchscript = any(name.endswith("/constants.pkl") for name in archive.namelist())
     if num_bytes > path.stat().st_size:
+        if is_torchscript:  # whose code is packed
+            raise _no_weights_but_torchscript(source)
         message = f"{source} unpacks to {num_bytes:,} bytes, more than it has; save the weights again with torch.save"
         raise UserError(message, code="weights-packed")
+
+
+def _no_weights_but_torchscript(source: str) -> UserError:
+    return UserError(
+        f"{source} is a TorchScript program, not weights. Give the model as ONNX (torch.onnx.export), or its "
+        "weights alone: torch.save(torch.jit.load(path).state_dict(), other_path)",
+        code="torchscript",
+    )
 
 
 def _is_from_torch(path: Path) -> bool:

@@ -292,6 +292,9 @@ def test_settings_that_are_refused_beside_another(
         check_measurements({**run, **changed}, in_containers=True)
 
 
+_LAYERS = {"script": torch.nn.Linear(1, 1), "script with packed code": torch.nn.BatchNorm2d(1)}
+
+
 @pytest.mark.parametrize(
     ("name", "made", "architecture", "words"),
     [
@@ -307,6 +310,12 @@ def test_settings_that_are_refused_beside_another(
         ("m.PTH", None, "", "{model} holds weights only: name their architecture"),
         ("m.onnx", "pointer", "", "{model} is a pointer of Git LFS, not the file itself; run `git lfs pull`"),
         ("m.pt", "script", "resnet18", "{model} is a TorchScript program, not weights. Give the model as ONNX"),
+        (
+            "m.pt",
+            "script with packed code",
+            "resnet18",
+            "{model} is a TorchScript program, not weights. Give the model as ONNX",
+        ),
     ],
 )
 def test_models_that_cannot_be_used_are_refused(
@@ -317,8 +326,8 @@ def test_models_that_cannot_be_used_are_refused(
         model.write_bytes(b"not a model")
     if made == "pointer":
         model.write_bytes(POINTER)
-    elif made == "script":
-        torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), model)
+    elif made in _LAYERS:
+        torch.jit.save(torch.jit.script(_LAYERS[made]), model)
     elif made:
         num_classes = 3 if made == "resnet18" else 2
         save_file(torchvision.models.get_model(made, num_classes=num_classes).state_dict(), model)
