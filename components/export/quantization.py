@@ -338,7 +338,7 @@ def _select(
 ) -> tuple[str, tuple[str, ...], SelectionEntry, PlacementEntry | None]:
     """The method, the layers that stay in float for the accuracy, and the records of what was tried, also for speed."""
     started = time.monotonic()
-    budget = Budget.of(config, samples.dataset)
+    budget, deadline = Budget.of(config, samples.dataset), started + config.search_seconds
     search = Selection(
         model=chooser.fp32,
         scales=scales,
@@ -346,10 +346,13 @@ def _select(
         measure=lambda models, *said: chooser.candidates.measure(models, samples, search.num_images, *said),
         num_images=samples.num_images,
         budget=budget,
-        deadline=started + config.search_seconds,
+        deadline=deadline,
         arithmetic=chooser.arithmetic,
     )
     method = search.choose_method()
+    if chooses_blocks := chooser.on_cpu and config.mixed_engines > 0:  # in time that accuracy does not get
+        wanted_s = 2 * (_PLACEMENT_S + config.mixed_engines * search.pass_s)
+        search.deadline -= min(wanted_s, (deadline - time.monotonic()) / 2)
     if search.num_images < samples.num_images:
         chooser.log.note(
             f"FP32 is slow here: INT8 is measured on {search.num_images:,} of {samples.num_images:,} images, to end in "
@@ -377,7 +380,8 @@ def _select(
         out_of_time=search.out_of_time,
         seconds=time.monotonic() - started,
     )
-    placement = chooser.choose_blocks(search, method, excluded) if chooser.on_cpu and config.mixed_engines else None
+    search.deadline = deadline
+    placement = chooser.choose_blocks(search, method, excluded) if chooses_blocks else None
     return method, excluded, entry, placement
 
 

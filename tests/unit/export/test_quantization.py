@@ -1,6 +1,7 @@
 """The export step from weights to a bundle, on real digits: samples, cache, what is left out, and bad input."""
 
 import json
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from components.export.onnx_export import export_onnx
 from components.export.placement import Graph
 from components.export.qdq import Arithmetic
 from components.export.run import run
-from components.export.selection import Candidates
+from components.export.selection import Candidates, Selection
 
 from ..networks import random_images, small_vit, with_outliers
 from ..onnx_outputs import run_ort
@@ -162,6 +163,17 @@ def test_auto_tries_every_method_and_records_all(export):
     served = dequantized_reads(onnx.load(bundle.file(fit_model(bundle.manifest.cpu_models).file)))
     assert {name for name, reads in served.items() if reads != [True, True]} == set(placement.chosen.excluded)
     assert all(trial.agreement_pct is not None for trial in placement.trials)
+
+
+def test_a_search_for_accuracy_leaves_time_for_speed(export, monkeypatch):
+    def take_all_time(search: Selection, *_: object) -> tuple[str, ...]:
+        time.sleep(max(0.0, search.deadline - time.monotonic()))
+        return ()
+
+    monkeypatch.setattr(Selection, "exclude_layers", take_all_time)
+    monkeypatch.setattr(quantization, "_PLACEMENT_S", 1.0)
+    bundle, lines = export(search_seconds=8.0, mixed_engines=1)
+    assert bundle.manifest.placement is not None, lines
 
 
 def test_smoothing_is_chosen_where_channels_have_outliers(export, tmp_path):
