@@ -118,7 +118,12 @@ def traced(
         EngineryError: torch can't export it.
     """
     try:
-        with _eval_mode(model), tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        with (
+            _eval_mode(model),
+            _without_options(model),
+            tempfile.TemporaryDirectory() as folder,
+            warnings.catch_warnings(),
+        ):
             # The classic exporter is chosen on purpose: the new one writes opset 18, which TensorRT 8.6 gets wrong.
             warnings.filterwarnings("ignore", "You are using the legacy TorchScript", DeprecationWarning)
             warnings.filterwarnings("ignore", "Converting a tensor to a Python")  # the file is compared with the model
@@ -603,6 +608,17 @@ def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def _without_options(model: torch.nn.Module) -> Iterator[None]:
+    """A forward that takes inputs alone: torch.onnx gives it the defaults of other arguments, flags too, as tensors."""
+    forward = model.forward
+    vars(model)["forward"] = lambda *inputs: forward(*inputs)
+    try:
+        yield
+    finally:
+        del vars(model)["forward"]
 
 
 def _device(model: torch.nn.Module) -> torch.device:

@@ -142,8 +142,8 @@ class Graph:
         return tensor in self.initializers or self.op_type(tensor) == "Constant"
 
     def scale_source(self, tensor: str) -> str:
-        """The tensor whose scale `tensor` takes: itself, or what came before value-preserving operators."""
-        while self.op_type(tensor) in _VALUE_PRESERVING:
+        """The tensor whose scale `tensor` takes: itself, or what came before value-preserving operators but a Pad."""
+        while self.op_type(tensor) in _VALUE_PRESERVING and self.op_type(self.producer[tensor].input[0]) != "Pad":
             tensor = self.producer[tensor].input[0]
         return tensor
 
@@ -164,6 +164,13 @@ class Graph:
         if node.op_type in ("Add", "Concat", "Mul"):
             return all(self.is_nonnegative(name) for name in node.input)
         return False
+
+    def is_concatenated(self, tensor: str) -> bool:
+        """True if `tensor` is several others, perhaps behind what OpenVINO leaves out or fuses with Q/DQ."""
+        node = self.producer.get(tensor)
+        while node is not None and node.op_type in ("Dropout", "Identity", "Relu", "Reshape"):
+            node = self.producer.get(node.input[0])
+        return node is not None and node.op_type == "Concat"
 
     def score_products(self) -> set[str]:
         """Attention scores: the outputs of matrix products of two activations that go into a softmax."""
@@ -288,6 +295,8 @@ def quantized_reads(proto: onnx.GraphProto, exclude: Collection[str], *, scores:
                 quantized_convs.add(node.output[0])
         elif node.output[0] in products:
             reads += [QuantizedRead(node, 0), QuantizedRead(node, 1)]
+        elif node.op_type == "MaxPool" and graph.op_type(node.input[0]) == "Pad":
+            continue  # perhaps with minus infinity
         elif node.op_type in _POOLS or is_spatial_mean(node, graph):
             reads.append(QuantizedRead(node, 0))
         elif node.op_type == "Add":

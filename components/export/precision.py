@@ -19,8 +19,9 @@ FP16_QDQ_OPSET = 19  # first opset whose QuantizeLinear takes float16 tensors an
 def to_fp16(model: onnx.ModelProto) -> onnx.ModelProto:
     """Returns a typed FP16 copy: float16 weights and activations, FP32 graph inputs and outputs with Casts between.
 
-    Numbers too small for float16 become its smallest ones. Activations beyond `FP16_MAX` can't be seen in the graph:
-    compare the FP16 file's accuracy with FP32, or look at `Histogram.max_abs` of the calibration.
+    Numbers too small for float16 become its smallest ones, infinite ones stay. Activations beyond `FP16_MAX`
+    can't be seen in the graph: compare the FP16 file's accuracy with FP32, or look at `Histogram.max_abs` of the
+    calibration.
 
     Raises:
         EngineryError: a weight is too large for float16 or not finite, or the result is not a valid model.
@@ -29,6 +30,8 @@ def to_fp16(model: onnx.ModelProto) -> onnx.ModelProto:
         if tensor.data_type != TensorProto.FLOAT:
             continue
         values = numpy_helper.to_array(tensor)
+        if not values.shape and np.isinf(values):  # what is padded for a MaxPool
+            continue
         largest = float(np.abs(values).max(initial=0.0))
         if not largest <= FP16_MAX:
             raise EngineryError(

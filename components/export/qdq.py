@@ -47,6 +47,9 @@ class Arithmetic:
     # about half of the range multiplies each weight, and sums saturate that do not behind a ReLU.
     signed_weight_bits: Literal[7, 8] | None = None
     scores: Literal["float", "int8"] = "float"  # products of queries and keys, which OpenVINO computes either way
+    # Codes of concatenated tensors, where not unsigned. "uint8": around 128, since OpenVINO 2026.4 rounds what
+    # convolutions read of them to whole numbers where they are int8. TensorRT takes symmetric zero points only.
+    concatenated: Literal["int8", "uint8"] = "int8"
 
     @classmethod
     def of(cls, record: Int8Form) -> Self:
@@ -59,7 +62,7 @@ class Arithmetic:
         return INT8_MAX if bits == 8 else INT8_MAX >> 1
 
 
-TENSORRT = Arithmetic()  # TensorRT takes symmetric zero points only
+TENSORRT = Arithmetic()
 
 
 def scales_below_fp16(scales: Mapping[str, float]) -> list[str]:
@@ -103,7 +106,7 @@ def insert_qdq(
             inserter.quantize_weights(graph.initializers[read.tensor], read.axis, largest)
         else:
             scale = _checked_scale(scales, graph.scale_source(read.tensor))
-            inserter.quantize_activation(read.tensor, scale, graph.is_nonnegative(read.tensor))
+            inserter.quantize_activation(read.tensor, scale, graph)
     for read in reads:
         read.node.input[read.index] = _dequantized(read.tensor)
     inserter.write_nodes()
@@ -155,11 +158,13 @@ class _Inserter:
         self.weights = weights
         self.pairs: dict[str, list[NodeProto]] = {}  # by the tensor that they read
 
-    def quantize_activation(self, tensor: str, scale: float, nonnegative: bool) -> None:
+    def quantize_activation(self, tensor: str, scale: float, graph: Graph) -> None:
         if tensor in self.pairs:
             return
-        if nonnegative and self.arithmetic.activations == "unsigned":
-            self._add_pair(tensor, np.asarray(scale * INT8_MAX / UINT8_MAX), axis=None, code_type=np.uint8)
+        if self.arithmetic.activations == "unsigned" and graph.is_nonnegative(tensor):
+            self._add_pair(tensor, np.asarray(scale * INT8_MAX / UINT8_MAX), axis=None, zero=0)
+        elif self.arithmetic.concatenated == "uint8" and graph.is_concatenated(tensor):
+            self._add_pair(tensor, np.asarray(scale), axis=None, zero=INT8_MAX + 1)
         else:
             self._add_pair(tensor, np.asarray(scale), axis=None)
 
@@ -182,10 +187,12 @@ class _Inserter:
         stored: np.ndarray = np.maximum(scale, self.min_scale).astype(self.dtype)
         return stored
 
-    def _add_pair(self, tensor: str, scale: np.ndarray, axis: int | None, code_type: type = np.int8) -> None:
+    def _add_pair(self, tensor: str, scale: np.ndarray, axis: int | None, zero: int | None = None) -> None:
+        """Pairs of int8, or of uint8 where a code of zero is given."""
+        zeros = np.zeros(scale.shape, np.int8) if zero is None else np.full(scale.shape, zero, np.uint8)
         constants = [
             numpy_helper.from_array(self._stored_scale(scale), f"{tensor}_scale"),
-            numpy_helper.from_array(np.zeros(scale.shape, code_type), f"{tensor}_zero_point"),
+            numpy_helper.from_array(zeros, f"{tensor}_zero_point"),
         ]
         self.graph.initializer.extend(constants)
         names = [constant.name for constant in constants]

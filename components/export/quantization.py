@@ -50,11 +50,12 @@ _EXCESS = 1.25
 _CLOSE = 1.25  # errors this near each other: the faster file is taken
 _TURNS, _TURN_S, _BATCH = 3, 0.2, 16
 _PLACEMENT_S = 15.0  # that the search for blocks takes on a small CPU
+_CpuArithmetic = functools.partial(Arithmetic, concatenated="uint8")
 
 
 def first_arithmetic(fp32: onnx.ModelProto) -> Arithmetic:
     """The arithmetic that calibrations are compared in on this CPU: never saturating, unsigned where possible."""
-    return Arithmetic(
+    return _CpuArithmetic(
         weight_bits=7 if instruction_set() in SATURATING else 8,
         activations="unsigned" if has_unsigned_activations(fp32) else "signed",
     )
@@ -70,7 +71,7 @@ def cpu_models(activations: Literal["signed", "unsigned"], chosen: Arithmetic | 
     here = instruction_set()
     unfit = tuple(name for name in SATURATING if chosen is None or name != here)
     unfit += (here,) if chosen is not None and chosen.weight_bits == 7 else ()
-    eight, seven = Arithmetic(activations=activations), Arithmetic(weight_bits=7, activations=activations)
+    eight, seven = _CpuArithmetic(activations=activations), _CpuArithmetic(weight_bits=7, activations=activations)
     if chosen is not None:
         eight, seven = (chosen, seven) if chosen.weight_bits == 8 else (eight, chosen)
     return (
@@ -103,7 +104,7 @@ class ArithmeticSearch:
         first = first_arithmetic(self.fp32)
         chosen = first
         if first.activations == "unsigned":
-            chosen = self._better(first, Arithmetic(weight_bits=first.weight_bits))
+            chosen = self._better(first, _CpuArithmetic(weight_bits=first.weight_bits))
         chosen = self._with_weights(first, chosen)
         in_int8 = replace(chosen, scores="int8")
         if not Graph(self.fp32.graph).score_products() or self._trial(in_int8).saturates:
@@ -119,7 +120,7 @@ class ArithmeticSearch:
         return first if (own.images_per_s or 0) >= (other.images_per_s or 0) else second
 
     def _with_weights(self, first: Arithmetic, chosen: Arithmetic) -> Arithmetic:
-        eight, seven = (Arithmetic(weight_bits=bits, activations=chosen.activations) for bits in (8, 7))
+        eight, seven = (_CpuArithmetic(weight_bits=bits, activations=chosen.activations) for bits in (8, 7))
         eight_bits = self._trial(eight)
         if first.weight_bits == 8 and not eight_bits.saturates:
             return eight

@@ -328,6 +328,9 @@ class Int8Form(Record):
     scores: Literal["float", "int8"] = Field(
         "float", description="Attention scores: the products of queries and keys, where a network has them."
     )
+    concatenated: Literal["int8", "uint8"] = Field(
+        "int8", description='Codes of concatenated tensors that can be negative; "uint8": around 128.'
+    )
 
     @property
     def arithmetic(self) -> str:

@@ -95,6 +95,17 @@ def test_modules_keep_their_modes(net, tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
+def test_flags_of_a_network_are_no_tensors(tmp_path):
+    class Attending(torch.nn.Module):
+        def forward(self, images: torch.Tensor, is_causal: bool = False) -> torch.Tensor:
+            rows = images.flatten(1, 2)
+            return torch.nn.functional.scaled_dot_product_attention(rows, rows, rows, is_causal=is_causal).mean(1)
+
+    model = Attending()
+    export_onnx(model, tmp_path / "fp32.onnx", ShapeSpec(height=8, width=8))
+    assert "forward" not in vars(model)
+
+
 def test_what_torch_can_not_export(tmp_path):
     with refuses("exporter-failed"):
         export_onnx(Inverse(), tmp_path / "a.onnx", SHAPES)

@@ -339,6 +339,20 @@ def test_matmul_and_untransposed_gemm_have_their_channels_last():
     assert not any(graph.is_dequantized(name) for name in graph.of_type("MatMul")[1].input)  # no weights
 
 
+def test_what_a_pool_was_padded_with_has_no_scale():
+    nodes = [
+        helper.make_node("Pad", ["images", "pads", "least"], ["padded"]),
+        helper.make_node("MaxPool", ["padded"], ["pooled"], kernel_shape=[3, 3]),
+        helper.make_node("Conv", ["pooled", "w"], ["logits"], "conv"),
+    ]
+    constants = {"pads": np.array([0, 0, 1, 1, 0, 0, 1, 1]), "least": np.float32(-np.inf), "w": np.ones((4, 3, 1, 1))}
+    constants["w"] = constants["w"].astype(np.float32)
+    model = onnx_model(nodes, {"images": ["N", 3, 8, 8]}, {"logits": ["N", 4, 8, 8]}, constants)
+    assert activation_tensors(model) == ["pooled"]
+    typed = {each.name: numpy_helper.to_array(each) for each in to_fp16(model).graph.initializer}
+    assert typed["least"] == -np.inf
+
+
 def test_shared_and_zero_weights():
     weights = conv_weights()
     weights[2] = 0.0

@@ -20,13 +20,15 @@ from components.common.contracts.settings import resolve
 from components.common.contracts.transforms import ShapeSpec, transform_for
 from components.common.process.steplog import StepLog
 from components.common.runtimes.architectures import build_model
+from components.common.runtimes.onnxruntime import new_session
+from components.common.runtimes.openvino import OpenVINORunner
 from components.common.runtimes.selection import fit_model
 from components.export import calibration, quantization
 from components.export.calibration import split_samples
 from components.export.config import CACHE_VARIABLE, CALIBRATION_METHODS, ExportConfig
 from components.export.onnx_export import export_onnx
-from components.export.placement import Graph
-from components.export.qdq import Arithmetic
+from components.export.placement import Graph, activation_tensors
+from components.export.qdq import Arithmetic, insert_qdq
 from components.export.run import run
 from components.export.selection import Candidates, Selection
 
@@ -253,6 +255,31 @@ def test_the_file_for_cpus_is_the_one_that_openvino_runs_as_simulated(plain):
         if tensor.data_type == TensorProto.INT8 and len(tensor.dims) == 4
     ]
     assert {int(np.abs(values).max()) for values in codes} == {63}
+
+
+@pytest.mark.parametrize("behind", [nn.Identity(), nn.ReLU(), nn.Flatten(2)])
+@pytest.mark.parametrize("activations", ["signed", "unsigned"])
+def test_openvino_computes_concatenated_tensors_as_they_are_written(behind, activations, tmp_path):
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3), nn.Conv2d(16, 10, 1)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            both = behind(torch.cat([nn.functional.silu(self.first(images)), self.second(images)], dim=1))
+            return self.last(both.reshape(-1, 16, 30, 30)).mean((2, 3))
+
+    torch.manual_seed(0)
+    shapes, images = ShapeSpec(height=32, width=32), torch.randn(8, 3, 32, 32)
+    export_onnx(Joined().eval(), tmp_path / "fp32.onnx", shapes)
+    fp32 = onnx.load(tmp_path / "fp32.onnx")
+    way = replace(quantization.first_arithmetic(fp32), activations=activations)
+    onnx.save(insert_qdq(fp32, dict.fromkeys(activation_tensors(fp32), 0.03), arithmetic=way), tmp_path / "int8.onnx")
+    runner = OpenVINORunner(tmp_path / "int8.onnx", shapes)
+    session = new_session((tmp_path / "int8.onnx").read_bytes())
+    expected = session.run(None, {session.get_inputs()[0].name: images.numpy()})[0]
+    np.testing.assert_allclose(runner.infer(images.numpy()), expected, atol=0.02 * np.ptp(expected))
+    runner.close()
 
 
 def test_the_cache_serves_the_same_images_and_no_others(plain, export, tmp_path, monkeypatch):
