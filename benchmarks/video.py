@@ -53,6 +53,7 @@ from components.promote.pyfunc import BundleModel
 
 Decoder = Literal["cpu", "cuda"]
 Read = Literal["decoded", "frames"]
+_DECODERS: tuple[Decoder, ...] = ("cpu", "cuda") if has_nvdec() else ("cpu",)
 _barrier: Any = None  # of processes that decode, so that they begin together
 _FPS = 30
 _MODEL_S = 5.0  # that the transform and the model are measured alone
@@ -265,6 +266,7 @@ def _answers_of_images(models: Artifact[BundleManifest], video: Path) -> Iterato
 @click.option("--streams", default=4, show_default=True)
 @click.option("--frames", default=300, show_default=True, help="Of each stream.")
 @click.option("--turns", default=3, show_default=True)
+@click.option("--decoder", "decoders", multiple=True, type=click.Choice(["cpu", "cuda"]), default=_DECODERS)
 @click.option("--with-hour", is_flag=True, help="Also play an hour of video, and look at the memory.")
 @result_options
 def main(
@@ -274,13 +276,13 @@ def main(
     streams: int,
     frames: int,
     turns: int,
+    decoders: tuple[Decoder, ...],
     with_hour: bool,
     results: Results,
 ) -> None:
     models = load(bundle, BundleManifest)
     selected = select_runtime(models, "int8", "auto")
     assert selected.runner is not None
-    decoders: list[Decoder] = ["cpu", "cuda"] if has_nvdec() else ["cpu"]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "videos"
         folder.mkdir()
