@@ -138,7 +138,7 @@ class IssueFinder:
         Args:
             split: whose listing it is.
             entries: with "label", "height", "width" and "sha256" (in hexadecimal digits); perhaps with "objects", whose
-                fifth value is a class, or with "shares", whose first is one.
+                fifth value is a class, and the sixth 1 if it is ignored, or with "shares", whose first is a class.
         """
 
         def counted(entry: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -163,11 +163,11 @@ class IssueFinder:
         self._has_masks |= "shares" in entry
         labels = [entry["label"]]
         if "objects" in entry:
-            labels = [int(row[4]) for row in entry["objects"]]
+            labels = [int(row[4]) for row in entry["objects"] if not row[5]]  # crowds are neither learned nor counted
         elif "shares" in entry:
             labels = [label for label, _ in entry["shares"]]
         np.add.at(self._counts[split], labels, times)
-        self._num_annotations += times * (1 if "shares" in entry else len(labels))
+        self._num_annotations += times * len(entry.get("objects", (0,)))
 
     def leave_out(self, entries: Mapping[int, Mapping[str, Any]]) -> None:
         """Forget images of the validation split: entries by their places in its listing, once all are added."""
@@ -319,6 +319,8 @@ class IssueFinder:
                     f"the {SPLIT_WORDS[split]} split has no {things[:-1]} of {len(empty):,} of {self.num_classes:,} "
                     f"classes, such as {self.classes[empty[0]]!r}. {effect}; add images of them"
                 )
+                if self._has_masks:
+                    line += ", and see that none of them is 255 in the masks, which is void"
                 yield Issue(kind=f"no_{split}", line=line)
 
     def _is_of(self, split: SplitName) -> np.ndarray:

@@ -9,7 +9,7 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -55,6 +55,7 @@ _MOST_SHARE = 2.0  # of YOLO's numbers: a box may reach out of the image
 _NUM_READERS = 8  # of many small files
 _NAME_FILES = ("data.yaml", "data.yml", "dataset.yaml", "classes.txt", "obj.names", "_darknet.labels")
 _LISTS = "ImageSets/Main"
+_VOC = re.compile(r"<annotation[\s/>]")
 
 
 @dataclass(kw_only=True)
@@ -109,7 +110,7 @@ class _Found:
             (split, replace(sample_of(file, 0), annotation=annotated.encoded(labels)))
             for _, (file, split, annotated) in sorted(self.images.items())
         ]
-        source = Source(classes=names.names, splits=split_samples(samples, options), storage=storage)
+        source = Source(classes=names.names, splits=split_samples(samples, options, self.refused), storage=storage)
         return with_refused(source, self.refused)
 
 
@@ -131,8 +132,20 @@ def boxes_source(tree: Tree, storage: Storage, options: Options) -> Source:
     return found.source(found.classes, storage, options)
 
 
-def split_samples(samples: Iterable[tuple[str, Sample]], options: Options) -> dict[str, list[Sample]]:
-    """Samples by split, from each one and the split that its path names, "" for none; held out where one is empty."""
+def split_samples(
+    samples: Sequence[tuple[str, Sample]], options: Options, refused: Mapping[str, str]
+) -> dict[str, list[Sample]]:
+    """Samples by split, from each one and the split that its path names, "" for none; held out where one is empty.
+
+    Raises:
+        UserError: too few are left of those that were `refused`.
+    """
+    if len(samples) < 2 and refused:
+        raise UserError(
+            f"the data has {'1 image' if samples else 'no image'} that can be used, and needs 2"
+            f"{_example(refused)}. Put the images where they are named, or name them as they lie there",
+            code="too-few-images",
+        )
     splits: dict[str, list[Sample]] = {"train": [], "val": [], "": []}
     for split, sample in samples:
         splits[split].append(sample)
@@ -193,7 +206,7 @@ def coco(tree: Tree, files: Mapping[str, File], *, with_outlines: bool = False) 
                 continue
             if file is None:
                 place = f"{path}: {name}" if name in refused else name
-                refused[place] = f"{path} names it, and it is not there"
+                refused[place] = f"{path} names it, and {index.absence(path, name)}"
             elif file.path in images:
                 refused[f"{path}: {name}"] = "named again, with annotations of its own"
             else:
@@ -398,7 +411,7 @@ def _no_coco(where: str, reason: str) -> UserError:
 def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> _Found | None:
     """Pixels are counted from 1, and a box includes both corners (Everingham et al., VOC development kit, 2012)."""
     xml = [file for path, file in files.items() if path.lower().endswith(".xml")]
-    read = {path: text for path, text in _texts(storage, xml, _MAX_XML_BYTES) if "<annotation" in text.value}
+    read = {path: text for path, text in _texts(storage, xml, _MAX_XML_BYTES) if _VOC.search(text.value)}
     if not read:
         return None
     index = _Index(files)
@@ -413,7 +426,7 @@ def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> _Found | No
     parsed: dict[str, tuple[Annotated, str, str]] = {}  # with the split and the image's name
     for path, text in sorted(read.items()):
         stem = PurePosixPath(path).stem
-        split = split_of(path)
+        split = split_of(_folder(path))
         if listed["train"] and listed["val"]:
             split = next((name for name, stems in listed.items() if stems and stem in stems), None)
         if split is None:
@@ -428,7 +441,7 @@ def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> _Found | No
         file = own_files.get((path, name))
         if file is None:
             place = f"{path}: {name}" if name in refused else name
-            refused[place] = f"{path} names it, and it is not there"
+            refused[place] = f"{path} names it, and {index.absence(path, name)}"
         elif file.path in images:
             refused[path] = f"a second file of {file.path}"
         else:
@@ -471,7 +484,7 @@ def _yolo(tree: Tree, storage: Storage, files: Mapping[str, File]) -> _Found | N
         if path.endswith(".txt") and path.rpartition("/")[2] not in _NAME_FILES
     }
     own = {path: _label_path(path) for path in files if is_image_name(path)}
-    own = {path: found for path, found in own.items() if split_of(path) is not None}
+    own = {path: found for path, found in own.items() if split_of(_folder(path)) is not None}
     labelled = {path: next((each for each in paths if each in texts), "") for path, paths in own.items()}
     if not any(labelled.values()):
         return None
@@ -487,12 +500,12 @@ def _yolo(tree: Tree, storage: Storage, files: Mapping[str, File]) -> _Found | N
         for number, line in enumerate(read[label_path].value.splitlines() if label_path else (), 1):
             if line.strip():
                 _add_yolo_object(annotated, f"line {number}", line)
-        images[path] = (files[path], split_of(path) or "", annotated)
+        images[path] = (files[path], split_of(_folder(path)) or "", annotated)
         most = max([most, *(kind for *_, kind, _ in annotated.objects)])
     used = set(labelled.values())
-    folders = {path.rpartition("/")[0] for path in used if path}
+    folders = {_folder(path) for path in used if path}
     for path in sorted(texts):
-        if path not in used and path.rpartition("/")[0] in folders and split_of(path) is not None:
+        if path not in used and _folder(path) in folders and split_of(_folder(path)) is not None:
             refused[path] = "labels of an image that is not there"
     if names is None:
         names = tuple(str(label) for label in range(min(most + 1, _MAX_UNNAMED)))
@@ -569,12 +582,14 @@ class _Index:
     """Finds images that annotations name."""
 
     def __init__(self, files: Mapping[str, File]) -> None:
-        self._files = files
         self._by_name: dict[str, list[File]] = {}
         self._by_stem: dict[str, list[File]] = {}
+        self._other_names: set[str] = set()  # of what is read as no image
         for path, file in files.items():
-            if is_image_name(path):
-                name = path.rpartition("/")[2]
+            name = path.rpartition("/")[2]
+            if not is_image_name(path):
+                self._other_names.add(name)
+            else:
                 self._by_name.setdefault(name, []).append(file)
                 self._by_stem.setdefault(name.rpartition(".")[0], []).append(file)
 
@@ -587,14 +602,27 @@ class _Index:
         found: dict[tuple[str, str], tuple[File, _Fit]] = {}
         best: dict[str, _Fit] = {}
         for named_in, name in named:
-            path = name.replace("\\", "/").lstrip("./")
-            one = self._best(self._by_name.get(path.rpartition("/")[2], []), path, named_in)
+            path = _slashed(name)
+            one = self._named(path, named_in)
             if one is None and by_stem:
                 one = self._best(self._by_stem.get(PurePosixPath(named_in).stem, []), path, named_in)
             if one is not None:
                 file, fit = found[named_in, name] = one
                 best[file.path] = max(fit, best.get(file.path, fit))
         return {pair: file for pair, (file, fit) in found.items() if fit == best[file.path]}
+
+    def absence(self, named_in: str, name: str) -> str:
+        """Why `assigned` finds no image of this name for the file that names it."""
+        path = _slashed(name)
+        last = path.rpartition("/")[2]
+        if last in self._other_names:
+            return "it is of a format that is not read; convert it to JPEG or PNG"
+        if last in self._by_name and self._named(path, named_in) is None:
+            return "several folders hold an image of this name; name its folder, too"
+        return "it is not there"
+
+    def _named(self, path: str, named_in: str) -> "tuple[File, _Fit] | None":
+        return self._best(self._by_name.get(path.rpartition("/")[2], []), path, named_in)
 
     @staticmethod
     def _best(found: list[File], name: str, named_in: str) -> "tuple[File, _Fit] | None":
@@ -639,12 +667,16 @@ def _unnamed(
     files: Mapping[str, File], images: Mapping[str, Any], refused: Mapping[str, str], reason: str
 ) -> dict[str, str]:
     """Images that nothing names, of folders in which others are named."""
-    folders = {path.rpartition("/")[0] for path in images}
+    folders = {_folder(path) for path in images}
     return {
         path: reason
         for path in files
-        if is_image_name(path) and path.rpartition("/")[0] in folders and path not in images and path not in refused
+        if is_image_name(path) and _folder(path) in folders and path not in images and path not in refused
     }
+
+
+def _folder(path: str) -> str:
+    return path.rpartition("/")[0]
 
 
 def _is_box(value: Any) -> TypeGuard[list[float]]:
@@ -667,6 +699,10 @@ def _number(text: str) -> float | None:
 def _example(refused: Mapping[str, str]) -> str:
     """One of the files that can't be used, and why; "" for none."""
     return next((f" ({len(refused):,} can't be used, such as {path}: {why})" for path, why in refused.items()), "")
+
+
+def _slashed(name: str) -> str:
+    return name.replace("\\", "/").lstrip("./")
 
 
 def _short(value: Any) -> str:

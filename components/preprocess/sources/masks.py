@@ -59,7 +59,7 @@ def masks_source(tree: Tree, storage: Storage, options: Options) -> Source:
             sample = replace(sample_of(own_images[0], 0), annotation=annotation, mask=sample_of(own[0], 0))
             samples.append((split, sample))
     refused |= {file.path: "a mask of an image that is not there" for own in masks.values() for file in own}
-    source = Source(classes=names, splits=split_samples(samples, options), storage=storage)
+    source = Source(classes=names, splits=split_samples(samples, options, refused), storage=storage)
     return with_refused(source, refused)
 
 

@@ -193,6 +193,56 @@ def test_without_splits_images_are_held_out_and_another_order_of_classes_is_kept
     assert "class" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("images", "label"),
+    [
+        ("images", "labels/{}.txt=0 0.5 0.5 0.5 0.5"),
+        (
+            "JPEGImages",
+            "Annotations/{}.xml=<annotation><object><name>cat</name><bndbox><xmin>1</xmin><ymin>1</ymin><xmax>9</xmax>"
+            "<ymax>9</ymax></bndbox></object></annotation>",
+        ),
+    ],
+)
+def test_splits_are_folders_and_no_words_of_images_names(images: str, label: str, tmp_path: Path) -> None:
+    names = {"test_a", "val-b", "train_c", "bus"}
+    write_images(tmp_path / "data" / images, sorted(names))
+    for name in names:
+        path, _, text = label.format(name).partition("=")
+        (tmp_path / "data" / path).parent.mkdir(exist_ok=True)
+        (tmp_path / "data" / path).write_text(text, encoding="utf-8")
+    dataset = packed(tmp_path / "data", tmp_path / "x", val_fraction=0.5)
+    assert {name: len(boxes) for name, boxes in objects(dataset).items()} == dict.fromkeys(names, 1)
+    assert dataset.manifest.splits["val"].num_images == 2
+
+
+def test_images_that_are_not_found_are_told_apart(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    write_images(data / "one", "ab")
+    write_images(data / "two", "b")
+    gradient(HEIGHT, WIDTH).save(data / "one" / "c.gif")
+    content = coco("abcd")
+    content["images"][2]["file_name"] = "c.gif"
+    (data / "annotations.json").write_text(json.dumps(content), encoding="utf-8")
+    with refuses("too-few-images") as caught:
+        packed(data, tmp_path / "x")
+    assert "1 image that can be used, and needs 2 (" in str(caught.value)
+    gradient(HEIGHT, WIDTH, shift=9).save(data / "d.png")
+    reasons = rejected(packed(data, tmp_path / "y", max_bad_fraction=0.9).path)
+    assert {name: reason.partition("it, and ")[2] for name, reason in reasons.items() if "/" not in name} == {
+        "b.png": "several folders hold an image of this name; name its folder, too",
+        "c.gif": "it is of a format that is not read; convert it to JPEG or PNG",
+    }
+
+
+def test_xml_of_other_kinds_is_none_of_voc(tmp_path: Path) -> None:
+    write_images(tmp_path / "data" / "images", "ab")
+    cvat = '<annotations><image name="a.png"><box label="cat" xtl="1" ytl="1" xbr="9" ybr="9"/></image></annotations>'
+    (tmp_path / "data" / "annotations.xml").write_text(cvat, encoding="utf-8")
+    with refuses("no-annotations"):
+        packed(tmp_path / "data", tmp_path / "x")
+
+
 def test_bad_annotations_of_coco_are_counted_named_and_the_rest_is_kept(tmp_path: Path) -> None:
     write_coco(tmp_path / "data")
     content = coco("abc")
@@ -394,6 +444,16 @@ def test_a_split_without_any_box_is_packed_and_named(tmp_path: Path) -> None:
     assert "the training split has no object of 2 of 2 classes" in card.replace("The training", "the training")
     with refuses("no-objects"):
         step("train", tmp_path / "checkpoint", {"architecture": "detection/fcos_small"}, dataset=dataset.path)
+
+
+def test_crowds_alone_are_no_objects_to_learn(tmp_path: Path) -> None:
+    write_coco(tmp_path / "data")
+    content = coco("abc")
+    content["annotations"] = [{**each, "iscrowd": 1} for each in content["annotations"]]
+    (tmp_path / "data" / "train" / "annotations.json").write_text(json.dumps(content), encoding="utf-8")
+    dataset = packed(tmp_path / "data", tmp_path / "x")
+    assert dataset.manifest.splits["train"].class_counts == (0, 0)
+    assert [box[5] for box in objects(dataset)["a"]] == [1, 1]
 
 
 def test_images_whose_masks_have_the_same_names_are_found(tmp_path: Path) -> None:
