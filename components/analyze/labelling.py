@@ -115,6 +115,7 @@ def label(
     sink: Sink,
     log: StepLog,
     call_at_end: Callable[[Callable[[], None]], AbstractContextManager[None]] | None = None,
+    meet: Callable[[], object] = lambda: None,
 ) -> Labelled:
     """Label the frames of some streams until these end.
 
@@ -126,6 +127,7 @@ def label(
         sink: takes what is known of frames.
         log: takes the progress.
         call_at_end: has what it is given called when the streams are to end; by signals without it.
+        meet: waits for other processes, once all is ready to read.
 
     Raises:
         RuntimeUnavailable: nothing here runs the precision.
@@ -147,6 +149,7 @@ def label(
             assert isinstance(runner, TensorRTRunner)
             runner.capture_only(batch_size)
         sink.flush()  # who follows the files finds them
+        meet()
         began_s = time.monotonic()
         # In the order of exits: the readers stop, what they have read is labelled, the files are closed.
         videos = [source for _, source in sources]

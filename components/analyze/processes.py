@@ -13,6 +13,7 @@ from functools import partial
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ def label_by_processes(
         Exception: what one failed with.
     """
     context, shares = get_context("spawn"), shares_of(sources, processes)
+    ready = context.Barrier(processes)  # who starts first would have the decoder alone, and end first
     cores = sorted(os.sched_getaffinity(0))
     workers, done, progress = dict[Connection, SpawnProcess](), dict[Connection, Labelled](), dict[Connection, Any]()
 
@@ -77,7 +79,8 @@ def label_by_processes(
                 for number, share in enumerate(shares):
                     end, other = context.Pipe()
                     own_cores = cores[number::processes] or cores
-                    worker = context.Process(target=_work, args=(other, own_cores, config, bundle, output, share))
+                    job = (other, ready, own_cores, config, bundle, output, share)
+                    worker = context.Process(target=_work, args=job)
                     worker.start()
                     workers[end] = worker
                     other.close()
@@ -152,6 +155,7 @@ def _size(source: VideoSource) -> int:
 
 def _work(
     end: Connection,
+    ready: Barrier,
     cores: Sequence[int],
     config: AnalyzeConfig,
     bundle: Artifact[BundleManifest],
@@ -163,7 +167,8 @@ def _work(
     os.sched_setaffinity(0, cores)
     sink = _PipeSink(end)
     try:
-        sink.send("done", label(config, bundle, output, share, sink, _PipeLog(sink), partial(_call_when_told, end)))
+        told = partial(_call_when_told, end)
+        sink.send("done", label(config, bundle, output, share, sink, _PipeLog(sink), told, ready.wait))
     except Exception as error:
         error.add_note(traceback.format_exc())
         try:
