@@ -47,9 +47,10 @@ class Arithmetic:
     # about half of the range multiplies each weight, and sums saturate that do not behind a ReLU.
     signed_weight_bits: Literal[7, 8] | None = None
     scores: Literal["float", "int8"] = "float"  # products of queries and keys, which OpenVINO computes either way
-    # Codes of concatenated tensors, where not unsigned. "uint8": around 128, since OpenVINO 2026.4 rounds what
-    # convolutions read of them to whole numbers where they are int8. TensorRT takes symmetric zero points only.
-    concatenated: Literal["int8", "uint8"] = "int8"
+    # OpenVINO 2026.4 rounds what convolutions read of concatenated int8 tensors to whole numbers: for it they are uint8
+    # around 128. It scales the output of a convolution without a bias twice where several nodes read it and the batch
+    # size is not fixed: none is without. TensorRT takes symmetric zero points only.
+    runtime: Literal["tensorrt", "openvino"] = "tensorrt"
 
     @classmethod
     def of(cls, record: Int8Form) -> Self:
@@ -104,6 +105,8 @@ def insert_qdq(
         if read.axis is not None:
             largest = arithmetic.largest_weight(reads_signed=read.tensor in beside_signed)
             inserter.quantize_weights(graph.initializers[read.tensor], read.axis, largest)
+            if arithmetic.runtime == "openvino" and read.node.op_type == "Conv":
+                inserter.add_bias(read.node, graph)
         else:
             scale = _checked_scale(scales, graph.scale_source(read.tensor))
             inserter.quantize_activation(read.tensor, scale, graph)
@@ -163,7 +166,7 @@ class _Inserter:
             return
         if self.arithmetic.activations == "unsigned" and graph.is_nonnegative(tensor):
             self._add_pair(tensor, np.asarray(scale * INT8_MAX / UINT8_MAX), axis=None, zero=0)
-        elif self.arithmetic.concatenated == "uint8" and graph.is_concatenated(tensor):
+        elif self.arithmetic.runtime == "openvino" and graph.is_concatenated(tensor):
             self._add_pair(tensor, np.asarray(scale), axis=None, zero=INT8_MAX + 1)
         else:
             self._add_pair(tensor, np.asarray(scale), axis=None)
@@ -182,6 +185,16 @@ class _Inserter:
             codes = np.clip(np.rint(values / stored), -largest, largest).astype(np.int8)
             self.graph.initializer.append(numpy_helper.from_array(codes, f"{tensor.name}_quantized"))
             del self.pairs[tensor.name][0]
+
+    def add_bias(self, conv: NodeProto, graph: Graph) -> None:
+        """A bias too small to change a result, where there is none but zeros, which OpenVINO leaves out."""
+        own = conv.input[2] if len(conv.input) > 2 else ""
+        if own and (own not in graph.initializers or numpy_helper.to_array(graph.initializers[own]).any()):
+            return
+        bias = np.full(graph.initializers[conv.input[1]].dims[0], MIN_SCALE, self.dtype)
+        self.graph.initializer.append(numpy_helper.from_array(bias, f"{conv.output[0]}_bias"))
+        del conv.input[2:]
+        conv.input.append(f"{conv.output[0]}_bias")
 
     def _stored_scale(self, scale: np.ndarray) -> np.ndarray:
         stored: np.ndarray = np.maximum(scale, self.min_scale).astype(self.dtype)

@@ -50,7 +50,7 @@ _EXCESS = 1.25
 _CLOSE = 1.25  # errors this near each other: the faster file is taken
 _TURNS, _TURN_S, _BATCH = 3, 0.2, 16
 _PLACEMENT_S = 15.0  # that the search for blocks takes on a small CPU
-_CpuArithmetic = functools.partial(Arithmetic, concatenated="uint8")
+_CpuArithmetic = functools.partial(Arithmetic, runtime="openvino")
 
 
 def first_arithmetic(fp32: onnx.ModelProto) -> Arithmetic:

@@ -328,8 +328,10 @@ class Int8Form(Record):
     scores: Literal["float", "int8"] = Field(
         "float", description="Attention scores: the products of queries and keys, where a network has them."
     )
-    concatenated: Literal["int8", "uint8"] = Field(
-        "int8", description='Codes of concatenated tensors that can be negative; "uint8": around 128.'
+    runtime: Literal["tensorrt", "openvino"] = Field(
+        "tensorrt",
+        description='Whose errors are avoided; "openvino": concatenated tensors that can be negative have codes around '
+        "128, and every convolution has a bias.",
     )
 
     @property

@@ -270,16 +270,40 @@ def test_openvino_computes_concatenated_tensors_as_they_are_written(behind, acti
             return self.last(both.reshape(-1, 16, 30, 30)).mean((2, 3))
 
     torch.manual_seed(0)
+    _expect_openvino_as_simulated(Joined().eval(), {"activations": activations}, tmp_path)
+
+
+def _expect_openvino_as_simulated(network, changes, tmp_path):
     shapes, images = ShapeSpec(height=32, width=32), torch.randn(8, 3, 32, 32)
-    export_onnx(Joined().eval(), tmp_path / "fp32.onnx", shapes)
+    export_onnx(network, tmp_path / "fp32.onnx", shapes)
     fp32 = onnx.load(tmp_path / "fp32.onnx")
-    way = replace(quantization.first_arithmetic(fp32), activations=activations)
+    way = replace(quantization.first_arithmetic(fp32), **changes)
     onnx.save(insert_qdq(fp32, dict.fromkeys(activation_tensors(fp32), 0.03), arithmetic=way), tmp_path / "int8.onnx")
     runner = OpenVINORunner(tmp_path / "int8.onnx", shapes)
     session = new_session((tmp_path / "int8.onnx").read_bytes())
     expected = session.run(None, {session.get_inputs()[0].name: images.numpy()})[0]
     np.testing.assert_allclose(runner.infer(images.numpy()), expected, atol=0.02 * np.ptp(expected))
     runner.close()
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_openvino_scales_convolutions_without_a_bias_once(zeros, scaled, tmp_path):
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(3, 10, 3, bias=zeros)
+            self.gamma = nn.Parameter(torch.rand(10, 1, 1) + 0.5)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            stem = self.first(images) * self.gamma if scaled else self.first(images)
+            return (stem + stem.sigmoid()).mean((2, 3))
+
+    torch.manual_seed(0)
+    network = Residual().eval()
+    if zeros:
+        nn.init.zeros_(network.first.bias)
+    _expect_openvino_as_simulated(network, {}, tmp_path)
 
 
 def test_the_cache_serves_the_same_images_and_no_others(plain, export, tmp_path, monkeypatch):
