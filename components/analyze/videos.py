@@ -316,7 +316,7 @@ def _open(source: VideoSource, decoder: str, read_timeout_s: float, on_gpu: bool
         if source.is_live:
             raise _lost(source, error) from None
         raise UserError(
-            f"{source.name} is no video that can be read: {shortened(_reason(error))}; take a file in a usual "
+            f"{source.name} is no video that can be read: {shortened(_reason(error))}; take a whole file in a usual "
             "container (MP4, Matroska, WebM, AVI, MPEG-TS) with H.264, HEVC, VP9 or AV1",
             code="unreadable-video",
             setting="sources",

@@ -282,7 +282,8 @@ def report(artifact: Artifact[DatasetManifest], issues: Issues, log: StepLog) ->
     """Tell tracking and the user what is in a dataset. Returns one line on it."""
     listing = artifact.file(REJECTED)
     warnings = [*([_left_out(listing)] if artifact.manifest.num_rejected else []), *issues.lines()]
-    return tell(artifact, ("images", "files"), f"{len(artifact.manifest.classes)} classes", warnings, log)
+    number = len(artifact.manifest.classes)
+    return tell(artifact, ("images", "files"), f"{number} class{'es' if number != 1 else ''}", warnings, log)
 
 
 def tell(

@@ -90,6 +90,8 @@ class Issues:
     """Shorter sides below this are odd, px."""
     max_side: float
     """Shorter sides above this are odd, px."""
+    things: Literal["images", "objects"]
+    """What classes are counted in."""
 
     def lines(self) -> list[str]:
         """One sentence for each issue."""
@@ -183,6 +185,10 @@ class IssueFinder:
         return self._counts[split]
 
     @property
+    def _things(self) -> Literal["images", "objects"]:
+        return "objects" if self._has_objects else "images"
+
+    @property
     def num_annotations(self) -> int:
         """Objects, masks or classes of all images."""
         return self._num_annotations
@@ -268,7 +274,7 @@ class IssueFinder:
             worst = {what: (number, [images[index] for index in own]) for what, (number, own) in odd.items()}
             every = tuple(dict.fromkeys(image for _, own in worst.values() for image in own))
             found.append(Issue(kind="sizes", line=_size_line(worst), images=every))
-        return Issues(found=tuple(found), min_side=low, max_side=high)
+        return Issues(found=tuple(found), min_side=low, max_side=high, things=self._things)
 
     def _same_line(self, kind: str, images: Sequence[FoundImage], totals: Mapping[str, int], num_contents: int) -> str:
         """On images of equal content, the `images` those of the largest group."""
@@ -298,7 +304,7 @@ class IssueFinder:
 
     def _class_issues(self) -> Iterable[Issue]:
         """Classes without images, and a largest class of more than 10 times the images of the smallest."""
-        counts, things = self.class_counts("train"), "objects" if self._has_objects else "images"
+        counts, things = self.class_counts("train"), self._things
         largest, smallest = int(counts.argmax()), int(np.where(counts > 0, counts, counts.max() + 1).argmin())
         if counts[largest] > _MAX_RATIO * counts[smallest]:
             ratio = counts[largest] / counts[smallest]

@@ -709,7 +709,7 @@ def headline(report: Report) -> str:
     if text is not None:
         return f"{kind}, {text.languages}, measured {_when(report)}"
     size = f"{shapes.height} {TIMES} {shapes.width} px" if shapes is not None else ""
-    return f"{kind}, {len(report.model.classes):,} classes, {size}, measured {_when(report)}"
+    return f"{kind}, {_of(len(report.model.classes), 'class', 'es')}, {size}, measured {_when(report)}"
 
 
 def libraries(report: Report) -> list[tuple[str, list[str]]]:

@@ -442,6 +442,8 @@ def test_a_split_without_any_box_is_packed_and_named(tmp_path: Path) -> None:
     assert all(objects(dataset)[name] == [] for name in "abc")
     card = dataset.file("data_card.html").read_text(encoding="utf-8")
     assert "the training split has no object of 2 of 2 classes" in card.replace("The training", "the training")
+    assert "training objects" in card
+    assert "training images</span>" not in card
     with refuses("no-objects"):
         step("train", tmp_path / "checkpoint", {"architecture": "detection/fcos_small"}, dataset=dataset.path)
 
