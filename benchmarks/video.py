@@ -289,33 +289,37 @@ def main(
         write_video(folder / "0.mp4", textures(frames), 1280, 720, preset="veryfast", g="60")
         for index in range(1, streams):  # all decode alike, and one is written once
             (folder / f"{index}.mp4").hardlink_to(folder / "0.mp4")
-        runs = []
-        for turn in range(turns):
-            runs.append(speed(models, selected.runner, decoders, folder, Path(temporary) / f"turn{turn}"))
-            print(json.dumps(runs[-1]), flush=True)
         measures = parity(models, dataset, decoders, Path(temporary)) if dataset else {}
         if with_hour:
             measures |= hour(models, decoders[-1], Path(temporary))
-    for part in ("transform", "model"):
-        measures[f"video_{part}_frames_per_s"] = statistics.median(run[part] for run in runs)
+        runs = []
+        for turn in range(turns):  # a run that is stopped leaves the turns before
+            runs.append(speed(models, selected.runner, decoders, folder, Path(temporary) / f"turn{turn}"))
+            print(json.dumps(runs[-1]), flush=True)
+            limits = (f"{each}: {statistics.mode(run[each]['limit'] for run in runs)}" for each in decoders)
+            results.write(
+                name,
+                measures=measures | _medians(runs, decoders),
+                runs=runs,
+                notes=f"{models.manifest.architecture} at {models.manifest.image_transform.crop_size} px in INT8 by "
+                f"{selected.runner.runtime}; {streams} files of {frames} frames, H.264 720p. The slower of decoder and "
+                f"model: {'; '.join(limits)}. decoder: decoded frames, on the GPU where NVDEC decodes; pixels: the "
+                "same in RGB, of NVDEC its planes, by as many processes as analyze; transform: from there to the "
+                "model's input, in one. Each alone, then analyze, in turns; on a CPU they share the cores, so that "
+                "over_sum is what counts there.",
+            )
+
+
+def _medians(runs: Sequence[dict[str, Any]], decoders: Sequence[Decoder]) -> dict[str, float]:
+    rates = {f"{part}_frames_per_s": [run[part] for run in runs] for part in ("transform", "model")}
     for decoder in decoders:
-        for part, key in (("decoder", f"decoder_{decoder}"), ("pixels", f"pixels_{decoder}"), ("analyze", decoder)):
-            measures[f"video_{key}_frames_per_s"] = statistics.median(run[decoder][part] for run in runs)
-    measures["video_frames_per_s"] = measures[f"video_{decoders[-1]}_frames_per_s"]
-    measures["video_over_limit"] = statistics.median(run[decoders[-1]]["over_limit"] for run in runs)
-    measures["video_over_sum"] = statistics.median(run[decoders[-1]]["over_sum"] for run in runs)
-    measures["video_streams_720p30"] = measures["video_frames_per_s"] / _FPS
-    limits = "; ".join(f"{decoder}: {statistics.mode(run[decoder]['limit'] for run in runs)}" for decoder in decoders)
-    results.write(
-        name,
-        measures=measures,
-        runs=runs,
-        notes=f"{models.manifest.architecture} at {models.manifest.image_transform.crop_size} px in INT8 by "
-        f"{selected.runner.runtime}; {streams} files of {frames} frames, H.264 720p. The slower of decoder and model: "
-        f"{limits}. decoder: decoded frames, on the GPU where NVDEC decodes; pixels: the same in RGB, of NVDEC its "
-        "planes, by as many processes as analyze; transform: from there to the model's input, in one. Each alone, then "
-        "analyze, in turns; on a CPU they share the cores, so that over_sum is what counts there.",
-    )
+        for part, name in (("decoder", f"decoder_{decoder}"), ("pixels", f"pixels_{decoder}"), ("analyze", decoder)):
+            rates[f"{name}_frames_per_s"] = [run[decoder][part] for run in runs]
+    last = [run[decoders[-1]] for run in runs]
+    rates["frames_per_s"] = [run["analyze"] for run in last]
+    rates |= {part: [run[part] for run in last] for part in ("over_limit", "over_sum")}
+    rates["streams_720p30"] = [run["analyze"] / _FPS for run in last]
+    return {f"video_{name}": statistics.median(values) for name, values in rates.items()}
 
 
 if __name__ == "__main__":
