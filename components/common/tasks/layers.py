@@ -5,6 +5,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+_STRIDE = 32  # of a pyramid's last level
+
 
 class ConvBlock(nn.Sequential):
     """Convolution, BatchNorm, ReLU."""
@@ -44,7 +46,13 @@ class Pyramid(nn.Module):
         self.laterals = nn.ModuleList(ConvBlock(each, width, kernel=1) for each in widths[-num_levels:])
 
     def forward(self, images: torch.Tensor) -> list[torch.Tensor]:
-        """[B, 3, H, W] -> [B, width, H / stride, W / stride] each, the finest first; H and W are multiples of 32."""
+        """[B, 3, H, W] -> [B, width, H / stride, W / stride] each, the finest first.
+
+        Raises:
+            ValueError: H or W is no multiple of 32.
+        """
+        if any(int(side) % _STRIDE for side in images.shape[-2:]):  # int: the exporter's tracer has tensors
+            raise ValueError(f"its sides must be multiples of {_STRIDE} px")
         x = self.stem(images)
         maps: list[torch.Tensor] = []
         for stage in self.stages:

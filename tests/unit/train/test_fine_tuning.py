@@ -305,6 +305,12 @@ ALEXNET, RESNET = {"architecture": "alexnet"}, {"architecture": "resnet18"}
         ({"image_sizes": [16, 32]}, "image-size-refused", "train.image_sizes", "16 px"),
         ({**ALEXNET, "image_size": 128, "image_sizes": [224]}, "size-not-exportable", "image_size", "such as 224"),
         ({"architecture": "vit_b_16"}, "image-size-refused", "train.image_size", "32 px"),
+        (
+            {"architecture": "segmentation/fpn_small", "image_size": 95},
+            "image-size-refused",
+            "train.image_size",
+            "of 32",
+        ),
         ({**RESNET, "per_gpu_batch_size": 1}, "batch-too-small", "train.per_gpu_batch_size", "32 px"),
     ],
 )
