@@ -28,7 +28,7 @@ _NONE = "\N{EN DASH}"
 
 def number(value: float | None, digits: int = 2) -> str:
     """A number with separators for thousands; a dash for what was not measured."""
-    return _NONE if value is None else f"{value:,.{digits}f}"
+    return _NONE if value is None else f"{value:z,.{digits}f}"
 
 
 def signed(value: float | None, digits: int = 2) -> str:
@@ -95,7 +95,10 @@ def _after_a_drop(report: Report, check: GateCheck) -> list[str]:
     compared, unit = own.comparison, report.accuracy.unit
     if compared is None:
         return ["Validate again: this report has no interval of the drop."]
-    allowed = min(drops_allowed(thresholds, report.accuracy.row("fp32").score_pct or 0.0))
+    fp32_pct = report.accuracy.row("fp32").score_pct
+    if not fp32_pct:  # who asks for more than chance says the same
+        return [] if thresholds.require_above_chance else _after_chance(report, check)
+    allowed = min(drops_allowed(thresholds, fp32_pct))
     needed = deciding_images(thresholds, report.accuracy, own)
     if -compared.delta_points > allowed or needed is None:
         return _against_a_loss(report, own)

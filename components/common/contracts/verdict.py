@@ -180,7 +180,7 @@ class CheckSpec:
 def _text(measured: float, threshold: float) -> str:
     """Two decimals, or more where two would make a value that differs from its threshold look equal."""
     decimals = 2 if round(measured, 2) != round(threshold, 2) or round(measured, _DIGITS) == threshold else 5
-    return f"{measured:.{decimals}f}"
+    return f"{measured:z.{decimals}f}"
 
 
 def _score_drop(check: CheckSpec, evidence: Evidence, allowed: float) -> GateCheck:

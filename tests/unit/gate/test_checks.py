@@ -16,6 +16,7 @@ from components.common.contracts.records import (
     Speedup,
 )
 from components.common.contracts.verdict import CHECKS, Thresholds, deciding_images, recommend, run_checks, verdict_note
+from components.validate.report_text import number
 from tests.unit.measurements import (
     accuracy_report,
     accuracy_row,
@@ -66,6 +67,12 @@ def test_what_was_measured_at_the_threshold(name: str, fp32: float, own: float, 
     measured = {"drop_points": fp32 - own, "relative_score_pct": 100 * own / fp32 if fp32 else None}.get(name, own)
     assert (found.verdict, found.threshold) == (verdict, threshold)
     assert found.measured == (None if measured is None else pytest.approx(measured))
+
+
+def test_no_drop_is_not_written_as_a_negative_zero() -> None:
+    accuracy = accuracy_report(accuracy_row("fp32", 80.0), accuracy_row("int8", 80.001))
+    assert "drop 0.00, allowed" in check("drop_points", accuracy, confident=False).explanation
+    assert number(-0.001) == "0.00"
 
 
 WOULD_TELL = "validation images would tell"

@@ -338,6 +338,19 @@ def test_each_cause_has_its_remedy(
     assert len(steps) == 1 + bool(also)
 
 
+def test_after_an_fp32_score_of_nothing_calibration_is_no_remedy(reports: dict[str, Report]) -> None:
+    report = reports["ten classes"]
+    rows = tuple(row.model_copy(update={"score_pct": 0.0}) for row in report.accuracy.rows)
+    unlearned = report.model_copy(update={"accuracy": report.accuracy.model_copy(update={"rows": rows})})
+    entry = GateCheck(
+        name="relative_score_pct", measured=None, threshold=99.0, verdict="not enough evidence", explanation=""
+    )
+    for asks, number_of in ((True, 0), (False, 1)):
+        found = {"checks": (entry,), "thresholds": Thresholds(require_above_chance=asks)}
+        steps = next_steps(unlearned.model_copy(update={"verdict": report.verdict.model_copy(update=found)}))
+        assert [step.startswith("Train again") for step in steps] == [True] * number_of
+
+
 def test_every_check_of_the_gate_has_a_remedy(reports: dict[str, Report]) -> None:
     assert {row[0] for row in REMEDIES} == set(CHECKS)
     passed = reports["ten classes"].verdict.model_copy(update={"passed": True, "checks": ()})
