@@ -138,12 +138,12 @@ def split_samples(
     """Samples by split, from each one and the split that its path names, "" for none; held out where one is empty.
 
     Raises:
-        UserError: too few are left of those that were `refused`.
+        UserError: too few are left besides those that were `refused`.
     """
-    if len(samples) < 2 and refused:
+    if len(samples) < 2:
         raise UserError(
-            f"the data has {'1 image' if samples else 'no image'} that can be used, and needs 2"
-            f"{_example(refused)}. Put the images where they are named, or name them as they lie there",
+            f"the data has {'1 image' if samples else 'no image'} that can be used, and needs 2{_example(refused)}. "
+            "Put the images where they are named, or name them as they lie there; what lies in test/ is not used",
             code="too-few-images",
         )
     splits: dict[str, list[Sample]] = {"train": [], "val": [], "": []}
@@ -411,17 +411,23 @@ def _no_coco(where: str, reason: str) -> UserError:
 def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> _Found | None:
     """Pixels are counted from 1, and a box includes both corners (Everingham et al., VOC development kit, 2012)."""
     xml = [file for path, file in files.items() if path.lower().endswith(".xml")]
-    read = {path: text for path, text in _texts(storage, xml, _MAX_XML_BYTES) if _VOC.search(text.value)}
+    texts = dict(_texts(storage, xml, _MAX_XML_BYTES))
+    read = {path: text for path, text in texts.items() if _VOC.search(text.value)}
     if not read:
         return None
+    folders = {_folder(path) for path in read}
     index = _Index(files)
     listed = {
-        split: set(tree.read(path).decode(errors="replace").split()) if path in files else None
+        split: set(map(_stem, tree.read(path).decode(errors="replace").split())) if path in files else None
         for split in ("train", "val")
         for path in [next((each for each in files if each.endswith(f"{_LISTS}/{split}.txt")), "")]
     }
     images: dict[str, tuple[File, str, Annotated | _CocoImage]] = {}
-    refused: dict[str, str] = {}
+    refused = {
+        path: f"no annotations of Pascal VOC: {text.problem}"
+        for path, text in texts.items()
+        if text.problem and _folder(path) in folders
+    }
     kinds: set[str] = set()
     parsed: dict[str, tuple[Annotated, str, str]] = {}  # with the split and the image's name
     for path, text in sorted(read.items()):
@@ -677,6 +683,12 @@ def _unnamed(
 
 def _folder(path: str) -> str:
     return path.rpartition("/")[0]
+
+
+def _stem(path: str) -> str:
+    """The name of an image, with or without its folder and extension."""
+    name = path.rpartition("/")[2]
+    return name.rpartition(".")[0] if is_image_name(name) else name
 
 
 def _is_box(value: Any) -> TypeGuard[list[float]]:

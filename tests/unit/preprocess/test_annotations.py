@@ -235,6 +235,23 @@ def test_images_that_are_not_found_are_told_apart(tmp_path: Path) -> None:
     }
 
 
+def test_lists_of_voc_may_name_files(tmp_path: Path) -> None:
+    write_voc(tmp_path / "data")
+    for list_file in (tmp_path / "data" / "ImageSets" / "Main").iterdir():
+        names = list_file.read_text(encoding="utf-8").split()
+        list_file.write_text("".join(f"JPEGImages/{name}.png\n" for name in names), encoding="utf-8")
+    dataset = packed(tmp_path / "data", tmp_path / "x")
+    assert [Path(entry["path"]).stem for entry in listing(dataset, "val")] == ["d"]
+
+
+def test_images_of_a_test_split_alone_are_none_to_train_on(tmp_path: Path) -> None:
+    write_images(tmp_path / "data" / "test", "ab")
+    (tmp_path / "data" / "test" / "annotations.json").write_text(json.dumps(coco("ab")), encoding="utf-8")
+    with refuses("too-few-images") as caught:
+        packed(tmp_path / "data", tmp_path / "x")
+    assert "test/" in str(caught.value)
+
+
 def test_xml_of_other_kinds_is_none_of_voc(tmp_path: Path) -> None:
     write_images(tmp_path / "data" / "images", "ab")
     cvat = '<annotations><image name="a.png"><box label="cat" xtl="1" ytl="1" xbr="9" ybr="9"/></image></annotations>'
@@ -315,10 +332,12 @@ def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path) -> None:
     write_voc(tmp_path / "voc")
     bomb = '<!DOCTYPE x [<!ENTITY a "aaaa">]><annotation><filename>a.png</filename></annotation>'
     (tmp_path / "voc" / "Annotations" / "a.xml").write_text(bomb, encoding="utf-8")
+    (tmp_path / "voc" / "Annotations" / "ä.xml").write_text("<annotation>ä</annotation>", encoding="latin-1")
     (tmp_path / "voc" / "JPEGImages" / "c.png").unlink()
     found = packed(tmp_path / "voc", tmp_path / "x", max_bad_fraction=0.9)
     why = rejected(found.path)
     assert why["Annotations/a.xml"] == "no annotations of Pascal VOC: it declares entities"
+    assert why["Annotations/ä.xml"].startswith("no annotations of Pascal VOC: 'utf-8' codec can't decode")
     assert why["c.png"] == "Annotations/c.xml names it, and it is not there"
     assert objects(found).keys() == {"b", "d"}
 
