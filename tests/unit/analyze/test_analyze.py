@@ -38,6 +38,7 @@ from components.analyze import component
 from components.analyze import page as page_module
 from components.analyze import streams as streams_module
 from components.analyze.config import AnalyzeConfig
+from components.analyze.labelling import label
 from components.analyze.processes import _PipeSink
 from components.analyze.results import HeldClasses, Latencies, StreamResult, Thumbnails, Timeline
 from components.analyze.streams import Streams
@@ -47,6 +48,7 @@ from components.common.contracts.manifests import AnalysisManifest, Artifact, Bu
 from components.common.contracts.settings import resolve
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.dali_pipelines import FrameBatches, ImageBatches
+from components.common.process.steplog import StepLog
 from components.common.tasks.answers import Answers, answers_of
 from components.promote.pyfunc import BundleModel
 from enginery.cli.video import video as video_command
@@ -467,6 +469,22 @@ def test_several_processes_find_what_one_finds(run_analysis: Analyze, tmp_path: 
     own = re.compile(r"[0-9.,]+ frames/s|in [0-9:.]+:|[0-9]+ cores")
     pages = [own.sub("", analysis.file("index.html").read_text()) for analysis in (several, one)]
     assert pages[0] == pages[1]
+
+
+def test_nothing_is_read_until_all_processes_are_ready(bundle: Artifact[BundleManifest], tmp_path: Path) -> None:
+    write_video(tmp_path / "a.mp4", digit_frames())
+    said: list[str] = []
+    before: list[str] = []
+
+    def meet() -> None:
+        time.sleep(0.5)  # in which a reader would have opened the file
+        before.extend(said)
+
+    sink = SimpleNamespace(write=lambda kind, line: said.append(line), flush=lambda: None)
+    sources = list(enumerate(find_videos((str(tmp_path),))))
+    label(AnalyzeConfig(sources=(str(tmp_path),)), bundle, tmp_path, sources, sink, StepLog("analyze"), meet=meet)
+    assert said
+    assert not before
 
 
 def test_a_process_that_is_killed_is_named(run_analysis: Analyze, tmp_path: Path) -> None:
