@@ -97,6 +97,9 @@ def insert_qdq(
     if unknown := set(exclude) - {node_id(node) for node in graph.nodes}:
         raise EngineryError(f"quantization: exclude names unknown nodes {sorted(unknown)[:3]}.", code="unknown-layer")
     reads = quantized_reads(quantized.graph, exclude, scores=arithmetic.scores == "int8")
+    if arithmetic.runtime == "openvino":  # it rounds averages to the codes of what is averaged
+        in_int8 = {read.tensor for read in reads}
+        reads = [read for read in reads if read.node.op_type != "AveragePool" or read.node.output[0] in in_int8]
     float_type = _float_type(quantized, graph)
     inserter = _Inserter(quantized.graph, float_type, weights, arithmetic)
     weighted = [read for read in reads if read.axis is not None]

@@ -331,7 +331,7 @@ class Int8Form(Record):
     runtime: Literal["tensorrt", "openvino"] = Field(
         "tensorrt",
         description='Whose errors are avoided; "openvino": concatenated tensors that can be negative have codes around '
-        "128, and every convolution has a bias.",
+        "128, every convolution has a bias, and averages that float operators read are float.",
     )
 
     @property

@@ -339,6 +339,21 @@ def test_matmul_and_untransposed_gemm_have_their_channels_last():
     assert not any(graph.is_dequantized(name) for name in graph.of_type("MatMul")[1].input)  # no weights
 
 
+@pytest.mark.parametrize("runtime", ["tensorrt", "openvino"])
+def test_openvino_averages_in_float_what_float_operators_read(runtime):
+    pool = {"kernel_shape": [3, 3], "pads": [1] * 4}
+    nodes = [
+        helper.make_node("AveragePool", ["x"], ["first"], **pool),
+        helper.make_node("Sub", ["first", "x"], ["mixed"]),
+        helper.make_node("AveragePool", ["mixed"], ["second"], **pool),
+        helper.make_node("Conv", ["second", "w"], ["y"]),
+    ]
+    model = graph_model(nodes, {"w": np.ones((4, 4, 1, 1), np.float32)}, "y")
+    graph = quantize_all(model, arithmetic=Arithmetic(runtime=runtime))
+    in_int8 = [graph.is_dequantized(node.input[0]) for node in graph.of_type("AveragePool")]
+    assert in_int8 == [runtime == "tensorrt", True]
+
+
 def test_what_a_pool_was_padded_with_has_no_scale():
     nodes = [
         helper.make_node("Pad", ["images", "pads", "least"], ["padded"]),
