@@ -48,7 +48,8 @@ def _drawn(image: Image.Image, answer: Answer) -> Image.Image:
     within = np.clip(answer["region"], 0, [*image.size, *image.size])
     left, top, right, bottom = (round(each) for each in within.tolist())
     mask, layer = mask_of(answer), image.copy()
-    layer.paste(coloured(mask).resize((right - left, bottom - top), Image.Resampling.NEAREST), (left, top))
+    size = max(1, right - left), max(1, bottom - top)  # of a thumbnail a very wide image leaves a row
+    layer.paste(coloured(mask).resize(size, Image.Resampling.NEAREST), (left, top))
     picture = Image.blend(image, layer, _OPACITY)
     draw, colours = ImageDraw.Draw(picture), palette()
     order = np.argsort(-np.bincount(mask.ravel()), kind="stable").tolist()  # of the classes in the answer

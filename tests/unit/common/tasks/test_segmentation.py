@@ -1,11 +1,15 @@
 """Segmentation's loss and score against their definitions."""
 
+import base64
+import io
 import math
 
 import numpy as np
 import torch
+from PIL import Image
 
 from components.common.tasks import load_task
+from components.common.tasks.answers import answers_of
 from components.common.tasks.segmentation import VOID
 
 TASK = load_task("segmentation")
@@ -57,3 +61,12 @@ def test_the_loss_is_torchs_cross_entropy_and_dice_over_the_classes_shown() -> N
     for smoothing in (0.0, 0.1):
         cross_entropy = torch.nn.functional.cross_entropy(outputs, labels, label_smoothing=smoothing)
         torch.testing.assert_close(TASK.loss(smoothing)(outputs, labels), cross_entropy + sum(dice) / 2)
+
+
+def test_a_region_of_less_than_a_pixel_is_drawn() -> None:
+    mask = io.BytesIO()
+    Image.fromarray(np.ones((32, 32), np.uint8)).save(mask, "PNG")
+    encoded = base64.b64encode(mask.getvalue()).decode()
+    answer = {"classes": ["cat"], "shares": [1.0], "mask": encoded, "region": [79.7, 0, 80.3, 0.6]}
+    picture = answers_of("segmentation").drawn(Image.new("RGB", (160, 1)), answer)  # a thumbnail of 4096x16 pixels
+    assert picture.getbbox()
