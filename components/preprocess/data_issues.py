@@ -124,6 +124,9 @@ _ROW = np.dtype(
 )
 
 
+_WHOLE = 0.999  # what the shares of a mask's classes, rounded, add up to where nothing is void
+
+
 class IssueFinder:
     """Takes the listing entry by entry and keeps about 30 bytes of each, so that millions of images fit in memory."""
 
@@ -131,7 +134,7 @@ class IssueFinder:
         self.classes = tuple(classes)
         self._parts = [np.empty(0, _ROW)]
         self._counts = {split: np.zeros(len(self.classes), np.int64) for split in SPLITS}  # of images, or of objects
-        self._has_objects = self._has_masks = False
+        self._has_objects = self._has_masks = self._has_void = False
         self._num_annotations = 0
 
     def add(self, split: SplitName, entries: Iterable[Mapping[str, Any]]) -> None:
@@ -168,6 +171,7 @@ class IssueFinder:
             labels = [int(row[4]) for row in entry["objects"] if not row[5]]  # crowds are neither learned nor counted
         elif "shares" in entry:
             labels = [label for label, _ in entry["shares"]]
+            self._has_void |= sum(share for _, share in entry["shares"]) < _WHOLE
         np.add.at(self._counts[split], labels, times)
         self._num_annotations += times * len(entry.get("objects", (0,)))
 
@@ -325,7 +329,7 @@ class IssueFinder:
                     f"the {SPLIT_WORDS[split]} split has no {things[:-1]} of {len(empty):,} of {self.num_classes:,} "
                     f"classes, such as {self.classes[empty[0]]!r}. {effect}; add images of them"
                 )
-                if self._has_masks:
+                if self._has_void:
                     line += ", and see that none of them is 255 in the masks, which is void"
                 yield Issue(kind=f"no_{split}", line=line)
 

@@ -95,10 +95,9 @@ def _class_names(tree: Tree, files: dict[str, File], options: Options) -> tuple[
 
 
 def _with_background(classes: ClassNames) -> ClassNames:
-    """COCO's categories behind a class for the rest of an image, unless they have it."""
-    if classes.names[:1] == (_BACKGROUND,):
-        return classes
-    return ClassNames((_BACKGROUND, *classes.names), {key: label + 1 for key, label in classes.labels.items()})
+    """COCO's categories behind a class for the rest of an image, which may be one of them."""
+    names = (_BACKGROUND, *(name for name in classes.names if name != _BACKGROUND))
+    return ClassNames(names, {key: names.index(classes.names[label]) for key, label in classes.labels.items()})
 
 
 def _check(names: tuple[str, ...], tree: Tree) -> None:

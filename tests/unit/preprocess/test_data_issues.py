@@ -134,8 +134,10 @@ def test_classes_without_images() -> None:
     assert "training split has no image of 1 of 3 classes, such as 'owl'" in found["no_train"].line
     assert "validation split has no image of 2 of 3 classes, such as 'dog'" in found["no_val"].line
     assert "void" not in found["no_val"].line
-    masked = find([{**entry, "shares": [[0, 1.0]]} for entry in TRAIN[:2]])
-    assert masked["no_train"].line.endswith("see that none of them is 255 in the masks, which is void")
+    for share in (1.0, 0.9):
+        masked = find([{**entry, "shares": [[0, share]]} for entry in TRAIN[:2]])
+        hint = "see that none of them is 255 in the masks, which is void"
+        assert masked["no_train"].line.endswith(hint) == (share < 1)
 
 
 def test_odd_sizes() -> None:

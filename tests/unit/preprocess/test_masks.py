@@ -196,6 +196,24 @@ def test_polygons_of_coco_and_what_is_wrong_with_them(tmp_path: Path) -> None:
     assert refused["4.png"] == "annotations.json names it, and it is not there"
 
 
+def test_a_background_among_the_categories_of_coco_is_the_background(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for number in range(2):
+        gradient(HEIGHT, WIDTH, shift=number * 11).save(tmp_path / "data" / f"{number}.png")
+    content = {
+        "images": [{"id": number, "file_name": f"{number}.png"} for number in range(2)],
+        "categories": [{"id": 3, "name": "cat"}, {"id": 5, "name": "background"}, {"id": 7, "name": "dog"}],
+        "annotations": [
+            {"id": kind, "image_id": 0, "category_id": kind, "segmentation": [[x, 0, x + 8, 0, x + 8, 8, x, 8]]}
+            for x, kind in ((0, 3), (10, 5), (20, 7))
+        ],
+    }
+    (tmp_path / "data" / "annotations.json").write_text(json.dumps(content), encoding="utf-8")
+    dataset = packed(tmp_path / "data", tmp_path / "x")
+    assert dataset.manifest.classes == ("background", "cat", "dog")
+    assert masks(dataset)["0"][0, :30].tolist() == [1] * 8 + [0] * 12 + [2] * 8 + [0] * 2
+
+
 def test_palettes_are_their_numbers_and_orientation_and_size_follow_the_image(tmp_path: Path) -> None:
     data = write_masks(tmp_path / "data")
     indexed = Image.fromarray(mask_of(1)).convert("P")
