@@ -322,12 +322,14 @@ def weight_channel_axis(node: NodeProto, graph: Graph) -> int | None:
 
 def is_spatial_mean(node: NodeProto, graph: Graph) -> bool:
     """True if the node is a ReduceMean over height and width, which some exporters write for global pooling."""
-    if node.op_type != "ReduceMean":
-        return False
-    axes = attribute(node, "axes", None)
-    if axes is None and len(node.input) > 1 and node.input[1] in graph.initializers:  # opset 18 and newer
-        axes = numpy_helper.to_array(graph.initializers[node.input[1]]).tolist()
-    return axes is not None and sorted(axes) in ([2, 3], [-2, -1])
+    return node.op_type == "ReduceMean" and sorted(reduced_axes(node, graph)) in ([2, 3], [-2, -1])
+
+
+def reduced_axes(node: NodeProto, graph: Graph) -> list[int]:
+    """Axes of a Reduce operator; empty where it gives none that are constant."""
+    if len(node.input) > 1 and node.input[1] in graph.initializers:  # opset 18 and newer
+        return numpy_helper.to_array(graph.initializers[node.input[1]]).tolist()
+    return list(attribute(node, "axes", []))
 
 
 def _shortcut_index(node: NodeProto, graph: Graph, quantized_convs: set[str]) -> int | None:

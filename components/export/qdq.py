@@ -16,10 +16,13 @@ from components.common.contracts.records import Int8Form
 from components.export.calibration import INT8_MAX
 from components.export.placement import (
     Graph,
+    attribute,
     float_graph,
+    is_spatial_mean,
     model_opset,
     node_id,
     quantized_reads,
+    reduced_axes,
     replace_nodes,
     weight_channel_axis,
 )
@@ -116,7 +119,28 @@ def insert_qdq(
     for read in reads:
         read.node.input[read.index] = _dequantized(read.tensor)
     inserter.write_nodes()
+    if arithmetic.runtime == "openvino":
+        _squeeze_reductions(quantized.graph)
     return quantized
+
+
+def _squeeze_reductions(graph: onnx.GraphProto) -> None:
+    """Makes Reduce operators keep their axes, but spatial means, and puts a Squeeze behind each.
+
+    OpenVINO 2026.4 fuses a quantizer with the Reduce before it, and with what scales its channels in between, and takes
+    scales of wrong channels where the axes are gone.
+    """
+    lookup, nodes = Graph(graph), []
+    for node in graph.node:
+        nodes.append(node)
+        axes = reduced_axes(node, lookup) if node.op_type.startswith("Reduce") else []
+        if axes and not attribute(node, "keepdims", 1) and not is_spatial_mean(node, lookup):
+            output, kept, name = node.output[0], f"{node.output[0]}_kept", f"{node.output[0]}_axes"
+            next(entry for entry in node.attribute if entry.name == "keepdims").i = 1
+            node.output[0] = kept
+            graph.initializer.append(numpy_helper.from_array(np.asarray(axes, np.int64), name))
+            nodes.append(helper.make_node("Squeeze", [kept, name], [output], f"{output}_Squeeze"))
+    replace_nodes(graph, nodes)
 
 
 def _float_type(model: onnx.ModelProto, graph: Graph) -> int:

@@ -331,7 +331,8 @@ class Int8Form(Record):
     runtime: Literal["tensorrt", "openvino"] = Field(
         "tensorrt",
         description='Whose errors are avoided; "openvino": concatenated tensors that can be negative have codes around '
-        "128, every convolution has a bias, and averages that float operators read are float.",
+        "128, every convolution has a bias, averages that float operators read are float, and Reduce operators keep "
+        "their axes.",
     )
 
     @property
