@@ -377,7 +377,9 @@ def _coco_file(tree: Tree, path: str, with_outlines: bool) -> _CocoFile | None:
                     content.twice |= dict.fromkeys((named[0], entry["file_name"]), entry["id"])
                 content.images[entry["id"]] = entry["file_name"], known  # type: ignore[assignment]
             elif kind == "categories":
-                name = str(entry.get("name"))
+                if "id" not in entry or entry.get("name") in (None, ""):
+                    raise _no_coco(where, f"a category has no id or name: {_short(entry)}")
+                name = str(entry["name"])
                 if content.categories.setdefault(entry.get("id"), name) != name:
                     other = content.categories[entry.get("id")]
                     raise UserError(

@@ -497,6 +497,7 @@ def test_images_whose_masks_have_the_same_names_are_found(tmp_path: Path) -> Non
         '{"images": [{"id": 1, "file_name": "a.png"}], "annotations": [{"image_id": 1, "bbox": [1, 1, 5, 5]}]}',
         '{"images": [{"id": 1, "file_name": "a.png"}], "annotations": []} {"id": 2}',
         '{"images": [{"id": 1, "file_name": "a.png"}], "annotations": []}}',
+        '{"images": [{"id": 1, "file_name": "a.png"}], "annotations": [], "categories": [{"id": 1}]}',
         "",
         " \n",
     ],
