@@ -227,6 +227,10 @@ def coco(tree: Tree, files: Mapping[str, File], *, with_outlines: bool = False) 
         # an image that another file annotates is not lost
         place = f"{path}: {name}" if place in images else place
         refused[place] = f"its id is that of another image, too: {_short(key)} in {path}"
+    used = {kind for content in parsed.values() for kind in content.objects.kinds()}
+    taken = {classes[key] for key in used & classes.keys()}
+    # Roboflow's files begin with a category that no annotation has, at times of a class's own name.
+    classes = {key: name for key, name in classes.items() if key in used or name not in taken}
     keys = sorted(classes, key=lambda key: (str(type(key)), key))
     names = tuple(classes[key] for key in keys)
     if twice := [name for name, times in Counter(names).items() if times > 1]:
@@ -273,6 +277,10 @@ class _CocoObjects:
         order = np.argsort(self._table[:, 1], kind="stable")
         owners, starts = np.unique(self._table[order, 1], return_index=True)
         return dict(zip(map(self._key, owners.tolist()), np.split(order, starts[1:]), strict=True))
+
+    def kinds(self) -> set[Any]:
+        """Ids of the categories that annotations have."""
+        return set(map(self._key, np.unique(self._table[:, 2]).tolist())) if len(self) else set()
 
     def firsts(self, images: Container[Any]) -> dict[int, int]:
         """Find ids that several annotations of these images have: each as `_table` has it, with its first place."""

@@ -535,6 +535,20 @@ def test_a_category_of_two_names_is_refused_and_entries_given_twice_are_one(tmp_
         packed(tmp_path / "data", tmp_path / "y")
 
 
+def test_a_category_that_no_object_has_may_have_the_name_of_one(tmp_path: Path) -> None:
+    write_images(tmp_path / "data", "abcd")
+    content = coco("abcd")
+    content["categories"].insert(0, {"id": 0, "name": "dog", "supercategory": "none"})  # as Roboflow writes it
+    (tmp_path / "data" / "_annotations.coco.json").write_text(json.dumps(content), encoding="utf-8")
+    dataset = packed(tmp_path / "data", tmp_path / "x")
+    assert dataset.manifest.classes == CLASSES
+    assert sum(len(boxes) for boxes in objects(dataset).values()) == sum(map(len, OBJECTS.values()))
+    content["annotations"][0]["category_id"] = 0
+    (tmp_path / "data" / "_annotations.coco.json").write_text(json.dumps(content), encoding="utf-8")
+    with refuses("duplicate-class-names"):
+        packed(tmp_path / "data", tmp_path / "y")
+
+
 def test_without_objects_the_reason_that_files_were_refused_for_is_named(tmp_path: Path) -> None:
     write_voc(tmp_path / "voc")
     for file in (tmp_path / "voc" / "Annotations").iterdir():
