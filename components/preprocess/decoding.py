@@ -304,7 +304,10 @@ def decode_mask(data: bytes, size: tuple[int, int]) -> Image.Image:
             kind = f"{mask.format} of {raw_mode or mask.mode}"
             raise Rejected(f"a {kind}; write it as PNG of 8-bit gray or with a palette")
         if mask.size != size:
-            raise Rejected(f"mask of another size: {mask.width}x{mask.height}, an image of {size[0]}x{size[1]} pixels")
+            turned = "; it does not heed the EXIF orientation" if (mask.height, mask.width) == size else ""
+            raise Rejected(
+                f"mask of another size: {mask.width}x{mask.height}, an image of {size[0]}x{size[1]} pixels{turned}"
+            )
         check_structure("PNG", data)
         mask.load()
         return mask

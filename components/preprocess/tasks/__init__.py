@@ -65,8 +65,10 @@ def annotations_of(sample: "Sample", size: tuple[int, int]) -> tuple[dict[str, A
         raise Rejected(f"{number:,} objects, and an image may have {_MAX_OBJECTS:,}; cut it into tiles")
     named = found["size"]
     if named is not None and tuple(named) != size:
+        swapped = "; they are swapped, or do not heed its EXIF orientation" if (named[1], named[0]) == size else ""
         raise Rejected(
             f"annotated at another size: objects in {named[0]}x{named[1]} pixels, an image of {size[0]}x{size[1]}"
+            f"{swapped}"
         )
     rows = np.frombuffer(rest, "<f8", 6 * number).reshape(-1, 6)
     ends = accumulate(found["outlines"], initial=rows.nbytes)

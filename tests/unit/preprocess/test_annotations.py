@@ -281,7 +281,7 @@ def test_bad_annotations_of_coco_are_counted_named_and_the_rest_is_kept(tmp_path
     for number, name in ((50, "missing.png"), (51, "small.png"), (52, "one.png"), (52, "two.png")):
         content["images"].append({"id": number, "file_name": name, "width": WIDTH, "height": HEIGHT})
     folder = tmp_path / "data" / "train" / "images"
-    gradient(20, 30).save(folder / "small.png")
+    gradient(WIDTH, HEIGHT).save(folder / "small.png")
     write_images(folder, ["one", "two", "unnamed"])
     (tmp_path / "data" / "train" / "annotations.json").write_text(json.dumps(content), encoding="utf-8")
 
@@ -307,7 +307,9 @@ def test_bad_annotations_of_coco_are_counted_named_and_the_rest_is_kept(tmp_path
         [3, 3, 12, 12, 0, 1],
     ]
     assert objects(dataset)["a"] == [list(box) for box in OBJECTS["a"]]
-    assert {Path(path).name: reason.partition(":")[0] for path, reason in rejected(dataset.path).items()} == {
+    reasons = {Path(path).name: reason for path, reason in rejected(dataset.path).items()}
+    assert reasons["small.png"].endswith(f"{HEIGHT}x{WIDTH}; they are swapped, or do not heed its EXIF orientation")
+    assert {name: reason.partition(":")[0] for name, reason in reasons.items()} == {
         "missing.png": "train/annotations.json names it, and it is not there",
         "small.png": "annotated at another size",
         "one.png": "its id is that of another image, too",

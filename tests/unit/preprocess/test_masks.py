@@ -243,7 +243,7 @@ def test_bad_masks_are_named_and_the_rest_is_kept(tmp_path: Path) -> None:
     odd = mask_of(10)
     odd[40:, :16], odd[40:, 16:32] = 7, 254
     Image.fromarray(odd).save(train / "masks" / "10.png")
-    Image.fromarray(mask_of(11)[:-1]).save(train / "masks" / "11.png")
+    Image.fromarray(mask_of(11).T).save(train / "masks" / "11.png")
     Image.fromarray(np.stack([mask_of(12)] * 3, axis=-1)).save(train / "masks" / "12.png")
     Image.fromarray(mask_of(13)).save(train / "masks" / "13.jpg")
     (train / "masks" / "13.png").unlink()
@@ -260,6 +260,7 @@ def test_bad_masks_are_named_and_the_rest_is_kept(tmp_path: Path) -> None:
 
     dataset = packed(data, tmp_path / "x", max_bad_fraction=0.9, on_leak="warn")
     why = {Path(path).name: reason for path, reason in rejected(dataset.path).items()}
+    assert "; it does not heed the EXIF orientation" in why["11.jpg"]
     assert {
         name: reason.partition(";")[0].split(": ")[:2] for name, reason in why.items() if "can't be used" in reason
     } == {
