@@ -35,14 +35,16 @@ DRAIN_S = 30  # time for requests in progress when the server is told to stop
 _POLL_S = 0.1
 _MAX_STARTS = 3
 _STEADY_S = 60.0  # a server that took requests for so long has recovered
+# Ends after which it is started again. Triton divides by zero where a request asks for the `classification` of text.
+_CRASHES = (-signal.SIGABRT, -signal.SIGFPE, -signal.SIGSEGV)
 _MODELS_END_S = 2.0  # for the Python models, once Triton is gone
 _SHARED = "enginery_"  # how the Python backend's files in /dev/shm begin; then comes the number of our process
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # A failed model's reason in Triton's log: an exception of its Python, without the frames, or words of Triton.
 _REASON = re.compile(r"""failed to load '[^']+' version \d+: [\w ]+: (.*?)(?:\\n\\nAt:|"$|$)""")
-# Other lines that say why it ended, the last two of the C++ runtime, and one that is in every log without a GPU.
+# Other lines that say why it ended, the last two of the C++ runtime, and those that are in every log without a GPU.
 _ERRORS = ("E", "error", "terminate called", "  what():", "[libprotobuf ERROR")
-_HARMLESS = "CudaDriverHelper"
+_HARMLESS = re.compile("CudaDriverHelper|unable to create stream")
 _CONSEQUENCE = "failed to load all models"  # the last line, which does not say why
 _PLACE = re.compile(r"^(E\d+ \S+ +\d+ \S+|\[libprotobuf ERROR \S+)\] ")  # in Triton's code, at a line's beginning
 # Of each thread, reserved and not used. Triton 2.51 puts the body of an HTTP request on the stack where it is said to
@@ -219,13 +221,13 @@ class Server:
             if self._becomes_ready():
                 return
             time.sleep(_POLL_S)  # the log's last lines
-            if self.process.returncode != -signal.SIGABRT or self.stopping or not left:
+            if self.process.returncode not in _CRASHES or self.stopping or not left:
                 raise EngineryError(f"the server did not start: {self.reason()}", code="server-not-started")
             self._tidy()
             self._start_again()
 
     def serve(self, say: Callable[[str], None]) -> int:
-        """Until it ends by itself or is stopped; where it aborts it is started again, and `say` gets a line.
+        """Until it ends by itself or is stopped; where it crashes it is started again, and `say` gets a line.
 
         Returns:
             Its exit status, negative for a signal.
@@ -239,11 +241,11 @@ class Server:
             status = self.wait()
             if time.monotonic() - ready_s >= _STEADY_S:
                 left = _MAX_STARTS - 1
-            if status != -signal.SIGABRT or self.stopping or not left:
+            if status not in _CRASHES or self.stopping or not left:
                 return status
             left -= 1
             time.sleep(_POLL_S)  # the log's last lines
-            say(f"the server aborted ({self.reason()}) and is started again")
+            say(f"the server crashed (signal {-status}: {self.reason()}) and is started again")
             self._start_again()
             self.wait_until_ready()
             say("ready again")
@@ -268,12 +270,12 @@ class Server:
 
     def reason(self) -> str:
         """Return the reason why it ended, from its log."""
-        lines = list(self.log)
+        lines = [line for line in self.log if not _HARMLESS.search(line)]
         for line in lines:
             if found := _REASON.search(line):
                 message = re.sub(r"^(EngineryError|UserError|RuntimeError|RuntimeUnavailable): ", "", found[1])
                 return " ".join(message.replace("\\n", " ").replace('\\"', '"').split())
-        errors = [line for line in lines if line.startswith(_ERRORS) and _HARMLESS not in line]
+        errors = [line for line in lines if line.startswith(_ERRORS)]
         if len(errors) > 1 and _CONSEQUENCE in errors[-1]:
             return "; ".join(_PLACE.sub("", line).strip('"') for line in errors[:2])
         return (errors or lines or [f"it ended with {self.process.returncode}"])[-1]

@@ -31,7 +31,17 @@ from enginery.serving.server import Ports, Server
 from tests.pipelines.servers import free_port
 from tests.unit.registered import enginery, refuses, write_keys
 
-from .conftest import NAME, Running, kept_busy, metrics, serving, start_serving, wait_until_pending, wait_until_ready
+from .conftest import (
+    NAME,
+    Running,
+    encoded,
+    kept_busy,
+    metrics,
+    serving,
+    start_serving,
+    wait_until_pending,
+    wait_until_ready,
+)
 
 
 def test_the_server_gives_the_validated_predictions(served, proved, images) -> None:
@@ -208,11 +218,20 @@ def abort(running: Running) -> None:
     next(child for child in children if "tritonserver" in child.name()).send_signal(signal.SIGABRT)
 
 
-def test_a_server_that_aborts_while_it_serves_is_started_again(triton, exported, images, tmp_path: Path) -> None:
+def test_a_server_that_a_request_crashes_is_started_again(triton, exported, images, tmp_path: Path) -> None:
+    """Triton divides by the size of an element, which text has none of."""
     with serving(exported.path, tmp_path) as running:
         processes = psutil.Process(running.process.pid).children(recursive=True)
-        abort(running)
+        data = encoded(images[:1])
+        image = {"name": "IMAGE", "datatype": "BYTES", "shape": [1, 1], "parameters": {"binary_data_size": len(data)}}
+        top1 = {"name": "LABELS", "parameters": {"classification": 1}}
+        head = json.dumps({"inputs": [image], "outputs": [top1]}).encode()
+        with pytest.raises(ConnectionError):
+            running.post(NAME, head + data, {"Inference-Header-Content-Length": str(len(head))})
         wait_until_ready(running, "ready again")
+        said = next(line for line in running.log.read_text().splitlines() if "the server crashed" in line)
+        assert "(signal 8: " in said
+        assert "CUDA" not in said
         assert psutil.wait_procs(processes, timeout=60)[1] == []
         assert running.infer(images[:1]).status == 200
         running.process.terminate()
