@@ -101,7 +101,7 @@ def why_option(*, required: bool = False, text: str = "Reason, for the audit log
     """--why, of the commands that change an alias or an environment: `text` is its help."""
 
     def check(context: click.Context, parameter: click.Parameter, value: str | None) -> str:
-        why = (value or "").strip()
+        why = " ".join((value or "").split())  # a line of the log
         if required and not why:
             raise click.BadParameter("say why, for the audit log")
         if len(why) > _MAX_WHY:

@@ -219,7 +219,7 @@ class Registry:
             there = ", ".join(f"@{known} (version {number})" for known, number in sorted(aliases.items()))
             raise UserError(
                 f"{name} has no alias {alias}; it has {there or 'none'}. "
-                f"Set it: enginery promote {name} VERSION --to {alias}",
+                f"Set it: enginery promote {name} VERSION --to {alias} --why TEXT",
                 code="no-alias",
             )
         return self.version(name, aliases[alias])

@@ -28,7 +28,7 @@ def test_models_lists_versions(three: str) -> None:
 def test_rolled_back_bundles_come_back_by_a_person_only(
     three: str, registry: Registry, made_once: Path, tmp_path: Path
 ) -> None:
-    done = enginery("rollback", "m", "--why", "it confuses 3 and 8")
+    done = enginery("rollback", "m", "--why", "it confuses\n3 and 8")  # which could look like an entry of the log
     assert "m@champion: version 3 -> 1" in done.output
     assert registry.aliases("m")["champion"] == "1"
     with refuses("no-champion-before"):
@@ -166,6 +166,14 @@ def test_compare_of_versions_and_runs(three: str, registry: Registry, tmp_path: 
 def test_what_is_not_there(three: str, arguments: tuple[str, ...], code: str) -> None:
     with refuses(code):
         enginery(*arguments)
+
+
+def test_the_fix_of_a_missing_alias_works_when_typed(three: str, registry: Registry) -> None:
+    with refuses("no-alias") as caught:
+        enginery("compare", "m@nix", "m/1")
+    typed = str(caught.value).partition("Set it: enginery ")[2].replace("VERSION", "2")
+    assert enginery(*typed.split()).exit_code == 0
+    assert registry.aliases("m")["nix"] == "2"
 
 
 def test_a_version_with_a_zero_before_it(three: str, registry: Registry) -> None:
