@@ -148,6 +148,11 @@ def _classifier(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> Class
     return ClassifierModel(name=metadata["name"], image_input=inputs[0]["name"], batched=batched, **own)
 
 
+def _text(sent: bytes | str) -> str:
+    """An element of BYTES: a server without the extension for binary data sends it as text of JSON."""
+    return sent if isinstance(sent, str) else sent.decode()
+
+
 ANSWER_OUTPUT = "ANSWER"  # as components/serve/answers.py calls it, which needs the server's Python
 
 
@@ -253,13 +258,16 @@ class AsyncClient:
             RequestRefused: the server says that this is no image.
             ServingError: no answer; `kind` says why.
         """
-        model, outputs = await self._infer(image)
-        if model.answer_output:
-            raise UserError(f"{model.name} finds boxes or masks, and no classes; use `answer`", code="other-task")
-        labels = [label.decode() for label in outputs[model.labels_output].reshape(-1)[:top_k]]
-        shares = [float(share) for share in outputs[model.probabilities_output].reshape(-1)[:top_k]]
-        named = [pair for pair in zip(labels, shares, strict=True) if pair[0]]
-        return Answer(labels=tuple(label for label, _ in named), probabilities=tuple(share for _, share in named))
+
+        def read(model: ClassifierModel, outputs: Mapping[str, np.ndarray]) -> Answer:
+            if model.answer_output:
+                raise UserError(f"{model.name} finds boxes or masks, and no classes; use `answer`", code="other-task")
+            labels = [_text(label) for label in outputs[model.labels_output].reshape(-1)[:top_k]]
+            shares = [float(share) for share in outputs[model.probabilities_output].reshape(-1)[:top_k]]
+            named = [pair for pair in zip(labels, shares, strict=True) if pair[0]]
+            return Answer(labels=tuple(label for label, _ in named), probabilities=tuple(share for _, share in named))
+
+        return await self._infer(image, read)
 
     async def answer(self, image: bytes) -> dict[str, Any]:
         """Boxes or masks of one image, as the server's JSON has them: see docs/client.md.
@@ -269,17 +277,24 @@ class AsyncClient:
             RequestRefused: the server says that this is no image.
             ServingError: no answer; `kind` says why.
         """
-        model, outputs = await self._infer(image)
-        if not model.answer_output:
-            raise UserError(f"{model.name} finds classes, and no boxes or masks; use `classify`", code="other-task")
-        found: dict[str, Any] = json.loads(outputs[model.answer_output].reshape(-1)[0])
-        return found
 
-    async def _infer(self, image: bytes) -> tuple[ClassifierModel, dict[str, np.ndarray]]:
+        def read(model: ClassifierModel, outputs: Mapping[str, np.ndarray]) -> dict[str, Any]:
+            if not model.answer_output:
+                raise UserError(f"{model.name} finds classes, and no boxes or masks; use `classify`", code="other-task")
+            return dict(json.loads(outputs[model.answer_output].reshape(-1)[0]))
+
+        return await self._infer(image, read)
+
+    async def _infer(self, image: bytes, read: Callable[[ClassifierModel, Mapping[str, np.ndarray]], Result]) -> Result:
+        """What `read` makes of the model's outputs; what can't be read is the server's failure."""
         model = await self.classifier()
         content = np.empty((1, 1) if model.batched else (1,), dtype=np.object_)
         content.fill(image)
-        return model, await self._ask(lambda transport: transport.infer(model.name, {model.image_input: content}))
+
+        async def ask(transport: Transport) -> Result:
+            return read(model, await transport.infer(model.name, {model.image_input: content}))
+
+        return await self._ask(ask)
 
     def classify_each(
         self, images: Iterable[Callable[[], bytes]], *, top_k: int = 5, concurrency: int = DEFAULT_CONCURRENCY

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from enginery.serving.client.client import AsyncClient
+from enginery.serving.client.client import AsyncClient, Client
 from enginery.serving.client.transport import (
     RequestRefused,
     RetryPolicy,
@@ -159,6 +159,25 @@ def test_something_else_that_answers_is_no_model_server() -> None:
 
     with serving(Served(answers=lambda *_: (404, b"<html>hello"))) as state, pytest.raises(ServingError):
         asyncio.run(go())
+
+
+def test_answers_in_json_are_read_and_those_without_the_outputs_are_the_servers_failure() -> None:
+    """As servers without Triton's extension for binary data send them."""
+    metadata = {"name": "m", "inputs": [{"name": "IMAGE", "datatype": "BYTES"}]}
+    metadata["outputs"] = [{"name": "L", "datatype": "BYTES"}, {"name": "P", "datatype": "FP32"}]
+    labels = {"name": "L", "datatype": "BYTES", "shape": [1, 2], "data": ["cat", "dog"]}
+    shares = {"name": "P", "datatype": "FP32", "shape": [1, 2], "data": [0.75, 0.25]}
+    outputs = [labels, shares]
+
+    def answers(_: str, path: str, __: object) -> tuple[int, object]:
+        return 200, {"infer": {"outputs": outputs}, "config": {}}.get(path.rpartition("/")[2], metadata)
+
+    with serving(Served(answers=answers)) as state, Client(state.endpoint, model="m", retry=LONG) as client:
+        answer = client.classify(b"image")
+        assert (answer.labels, answer.probabilities) == (("cat", "dog"), (0.75, 0.25))
+        outputs.remove(labels)
+        with pytest.raises(ServingError, match="KeyError: 'L'"):
+            client.classify(b"image")
 
 
 def test_nobody_is_led_to_another_host() -> None:
