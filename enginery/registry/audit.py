@@ -59,7 +59,8 @@ def trace(registry: Registry, name: str, *, files: bool = False) -> Audit:
     registry.versions(name)  # there is such a model
     aliases = registry.aliases(name)
     entries = AuditLog(registry.client, name).read()
-    problems = _unexplained(aliases, expected_aliases(entries, registry.run_ids(name)), name)
+    expected = expected_aliases(entries, registry.run_ids(name))
+    problems = _unexplained(aliases, expected, name)
     champion = aliases.get(CHAMPION, "")
     chain: tuple[Link, ...] = ()
     if champion:
@@ -76,7 +77,7 @@ def trace(registry: Registry, name: str, *, files: bool = False) -> Audit:
         except EngineryError as error:
             what = "was changed" if chain else "has no chain"
             problems.append(f"the champion, {version.label}, {what}: {error}")
-    elif past := champions(entries):
+    elif CHAMPION not in expected and (past := champions(entries)):
         problems.append(
             f"the champion by the log, version {past[-1]}, is not there any more. Go back: enginery rollback {name}"
         )

@@ -209,6 +209,7 @@ def _download(source: str, folder: Path, digest: str) -> None:
     No file is brought that is larger than its manifest says, or than the disk has room for; a store whose listing
     tells another size than it then sends is found out only by the digests.
     """
+    from components.common.registry.model_registry import check_client
     from components.common.registry.tracking import DOWNLOAD_LIMITS, request_limits
 
     folder.mkdir()
@@ -218,6 +219,7 @@ def _download(source: str, folder: Path, digest: str) -> None:
     except EngineryError:
         raise
     except Exception as error:  # each store's client has its own
+        check_client(source, error)
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         message = f"can't download {source}: {reason}. Is the artifact there, and may these credentials read it?"
         raise EngineryError(message, code="download-failed") from error

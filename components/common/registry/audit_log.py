@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from components.common.contracts.digests import canonical_json
 from components.common.contracts.environment import utc_now
 from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.manifests import first_problem
 from components.common.registry.model_registry import Registry, patiently
 from components.common.registry.promotions import CHAMPION, AliasChange, ChampionComparison, Change, Kind
 from components.common.registry.store import beside_database
@@ -69,7 +70,7 @@ class AuditLog:
         try:
             changes = [Change.model_validate_json(params[key]) for key in keys]
         except ValidationError as error:
-            raise self._damaged(f"an entry of its run {self._root} can't be read: {error}") from error
+            raise self._damaged(f"an entry of its run {self._root} can't be read: {first_problem(error)}") from error
         return [Entry(run_id=self._root, number=at, change=change) for at, change in enumerate(changes, 1)]
 
     def append(self, change: Change, number: int) -> Entry | None:

@@ -397,8 +397,23 @@ def _downloading(what: str) -> Iterator[None]:
     except Exception as error:  # each store's client has its own
         if is_unreachable(error) and not isinstance(error, ValueError):  # an answer that is no JSON is both
             raise
+        check_client(what, error)
         message = f"{what} can't be read from the registry's store: {error}. Put its files back, or delete the version"
         raise EngineryError(message, code="files-missing") from error
+
+
+def check_client(what: str, error: Exception) -> None:
+    """Refuse where a store of files can't be asked, as MLflow's client of it is not installed.
+
+    Raises:
+        EngineryError: so it is.
+    """
+    if isinstance(error, ModuleNotFoundError):
+        raise EngineryError(
+            f"{what} can't be read: MLflow's client of that store is not installed ({error}). Install it: boto3 for "
+            "s3://, google-cloud-storage for gs://, azure-storage-file-datalake and azure-identity for abfss://",
+            code="no-store-client",
+        ) from error
 
 
 def _check_room(uri: str, file: str, folder: Path, tracking_uri: str) -> None:

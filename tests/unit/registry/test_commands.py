@@ -60,6 +60,15 @@ def test_rollback_of_a_version_that_was_deleted(three: str, registry: Registry) 
     assert [entry.change.kind for entry in AuditLog(registry.client, "m").read()][-2:] == ["promote", "rollback"]
 
 
+def test_an_alias_that_was_removed_is_not_a_version_that_was(three: str, registry: Registry) -> None:
+    """For which the fix is `enginery rollback`; here the next change sets the alias again."""
+    registry.client.delete_registered_model_alias("m", "champion")
+    (problem,) = json.loads(enginery("audit", "m", "--json").output)["problems"]
+    assert problem.startswith("@champion is not set, by the log it is version 3")
+    enginery("promote", "m", "1", "--to", "staging", "--why", "x")
+    assert registry.aliases("m")["champion"] == "3"
+
+
 def test_a_worse_one_is_refused_or_forced(three: str, registry: Registry, tmp_path: Path) -> None:
     command = ("promote", "m", "2", "--to", "champion", "--why", "smaller")
     with refuses("worse") as caught:

@@ -3,6 +3,7 @@
 import runpy
 import socket
 import sqlite3
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
@@ -27,6 +28,7 @@ from components.common.registry.store import (
     without_folders,
 )
 from components.common.registry.tracking import StepRun, is_unreachable, step_run
+from enginery.release.fetch import fetch
 from tests.serving import Served, serving
 from tests.unit.registered import refuses
 from tests.waiting import wait_until
@@ -223,6 +225,19 @@ def test_files_that_can_not_be_read(tracking: TrackingServer, name: str, value: 
         registry_of(tracking).statements(VERSION)
     with refuses("files-missing"), registry_of(tracking).files(VERSION, "bundle", "manifest.json"):
         pass
+
+
+def test_files_of_a_store_whose_client_is_not_installed(
+    tracking: TrackingServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nobody is told to delete the version, or to look at credentials."""
+    monkeypatch.setitem(sys.modules, "botocore", None)
+    monkeypatch.setitem(sys.modules, "botocore.client", None)
+    tracking.root = "s3://bucket/m"
+    with refuses("no-store-client"), registry_of(tracking).files(VERSION, "bundle"):
+        pass
+    with refuses("no-store-client"):
+        fetch("s3://bucket/m", tmp_path / "m", "sha256:" + "0" * 64)
 
 
 @pytest.mark.parametrize("asked", [False, True])
