@@ -188,7 +188,7 @@ def _back(target: DeployEnvironment, checkout: Checkout) -> _Deployment:
             f"{target.name} served {past[0].label if past else 'no model'} and nothing before, by its commits"
             f"{'' if whole else ', of which this checkout has the last ones alone'}. "
             f"{'Name a version' if whole else 'Fetch the others (git fetch --unshallow) or name a version'}: "
-            f"enginery deploy --env {target.name} NAME/VERSION",
+            f"enginery deploy --env {target.name} NAME/VERSION --repository DIR",
             code="no-past",
         )
     pins = past[-2]

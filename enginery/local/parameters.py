@@ -237,9 +237,10 @@ def resolve_arguments(
         if name not in file.plain_inputs():
             continue
         if not spec.optional and plain.get(name, "") == "":
-            option = f"--{name.replace('_', '-')}"
+            option, verb = f"--{name.replace('_', '-')}", "run" if local else "submit"
             raise UserError(
-                f"{option} is required: {_description(file, name)} `enginery run {file.path} --help` lists all options",
+                f"{option} is required: {_description(file, name)} "
+                f"`enginery {verb} {file.path} --help` lists all options",
                 code="missing-input",
                 setting=option,
             )

@@ -74,6 +74,7 @@ def test_deployed_promoted_and_rolled_back_as_commits(
     with refuses("no-past") as caught:  # of the checkout
         enginery("deploy", "--env", "prod", "--rollback", "--directory", tmp_path / "shallow/helm/environments")
     assert "git fetch --unshallow" in str(caught.value)
+    assert "--repository DIR" in str(caught.value), "without which it is refused"
     deploy("staging", "m/3")
     enginery("deploy", "--env", "staging", "--rollback")
     assert (pins("staging").version, pins("prod").version) == ("1", "3")
