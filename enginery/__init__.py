@@ -72,15 +72,17 @@ def load_summary(file: str | Path) -> "RunSummary":
 
 
 def load_bundle(folder: str | Path) -> "Artifact[BundleManifest]":
-    """Open the bundle that export wrote: `.manifest` says what is in it, `.file(name)` is a checked path.
+    """Open the bundle that export wrote: `.manifest` says what is in it, `.file(name)` is a path.
+
+    Every file was compared with its digest.
 
     Raises:
         components.common.contracts.errors.UserError: there is no bundle.
         components.common.contracts.errors.EngineryError: it is damaged or was changed.
     """
-    from components.common.contracts.manifests import BundleManifest, load
+    from components.common.contracts.manifests import ALL_FILES, BundleManifest, load
 
-    return load(Path(folder), BundleManifest)
+    return load(Path(folder), BundleManifest, verify=ALL_FILES)
 
 
 def load_model(model: str | Path, *, runtime: str = "auto") -> "BundleModel | TextModel":

@@ -129,10 +129,15 @@ def failed(chain: Chain, home: Path, few_digits: Path, tmp_path_factory: pytest.
 # What a person sees
 
 
-def test_python_reads_what_a_run_wrote(chain: Chain) -> None:
+def test_python_reads_what_a_run_wrote(chain: Chain, tmp_path: Path) -> None:
     summary = enginery.load_summary(Path(chain.summary["run_directory"]) / "summary.json")
     assert (summary.status, summary.exit_code) == ("done", 0)
     assert "int8.onnx" in enginery.load_bundle(chain.artifact("export", "bundle")).manifest.files
+    bundle = shutil.copytree(chain.artifact("export", "bundle"), tmp_path / "bundle")
+    content = (bundle / "int8.onnx").read_bytes()
+    (bundle / "int8.onnx").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with refuses("damaged-artifact"):
+        enginery.load_bundle(bundle)
     report = enginery.load_report(chain.artifact("validate", "report"))
     assert report.model.architecture == NAME
     with refuses("unreadable-record"):

@@ -16,6 +16,8 @@ _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 # What libraries make of ENOSPC when they don't raise OSError: SQLite, Rust (safetensors), C++ (OpenVINO, protobuf).
 _NO_SPACE_WORDS = re.compile(r"no space left|disk is full|os error 28\b|disk quota exceeded", re.IGNORECASE)
 
+_READ_ONLY_WORDS = re.compile("readonly database")  # SQLite's
+
 
 def explain(error: BaseException, place: Path) -> EngineryError | None:
     """Return the error for a person where a disk is behind an error, whoever raised it; None where none is.
@@ -24,7 +26,7 @@ def explain(error: BaseException, place: Path) -> EngineryError | None:
         error: what was caught.
         place: where the process writes, for errors that don't name a file.
     """
-    return out_of_space(error, place) or _refused(error) or full(place)
+    return out_of_space(error, place) or _refused(error, place) or full(place)
 
 
 def out_of_space(error: BaseException, place: Path) -> EngineryError | None:
@@ -39,13 +41,18 @@ def out_of_space(error: BaseException, place: Path) -> EngineryError | None:
     return None
 
 
-def _refused(error: BaseException) -> EngineryError | None:
+def _refused(error: BaseException, place: Path) -> EngineryError | None:
     """Return the error of a file that this user may not use."""
     for cause in _causes(error):
+        refused, reason = "", ""
         if isinstance(cause, OSError) and cause.errno in _NOT_ALLOWED and isinstance(cause.filename, str | bytes):
+            refused, reason = os.fsdecode(cause.filename), cause.strerror or ""
+        elif _READ_ONLY_WORDS.search(str(cause)):
+            refused, reason = str(place), "it can't be written"
+        if refused:
             return UserError(
-                f"can't use {os.fsdecode(cause.filename)}: {cause.strerror}; give this user access to it, or set "
-                "ENGINERY_HOME to a directory that can be written",
+                f"can't use {refused}: {reason}; give this user access to it, or set ENGINERY_HOME to a directory that "
+                "can be written",
                 code="permission-denied",
             )
     return None
@@ -60,8 +67,8 @@ def full(place: Path) -> EngineryError | None:
 def no_space(place: Path) -> EngineryError:
     """Return the error of a full disk."""
     return EngineryError(
-        f"no space left on {_mount_point(place)}: {_free_bytes(place) / 1e6:.1f} MB free; free space or set "
-        "ENGINERY_HOME to a directory on a larger disk, then run the same command again (finished steps are kept)",
+        f"no space left on {_mount_point(place)}: {_free_bytes(place) / 1e6:.1f} MB free; free space or "
+        "write to a larger disk (runs: ENGINERY_HOME), then run the same command again (finished steps are kept)",
         code="no-space",
     )
 

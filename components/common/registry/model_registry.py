@@ -27,6 +27,7 @@ from mlflow.store.artifact.runs_artifact_repo import RunsArtifactRepository
 from mlflow.utils.credentials import get_default_host_creds
 
 from components.common.contracts.errors import EngineryError, UserError
+from components.common.process.disk import explain
 from components.common.registry.store import database_is_gone, without_credentials
 from components.common.registry.tracking import (
     DOWNLOAD_LIMITS,
@@ -126,13 +127,16 @@ class Registry:
 
     @contextmanager
     def reached(self, unfinished: str) -> Iterator[None]:
-        """Tell in one message when the server goes away; `unfinished` says what that leaves undone."""
+        """Tell in one message when the server goes away, or what the disk refuses; `unfinished` is then undone."""
         try:
             yield
         except Exception as error:
-            if not is_unreachable(error):
-                raise
-            raise self.lost(unfinished) from error
+            if is_unreachable(error):
+                raise self.lost(unfinished) from error
+            database = Path(self.uri.removeprefix("sqlite:///"))
+            if not isinstance(error, EngineryError) and (known := explain(error, database)):
+                raise known from error
+            raise
 
     def lost(self, unfinished: str) -> EngineryError:
         """The error of a server that went away."""

@@ -1,11 +1,14 @@
 """models, promote, rollback, audit, and compare of versions: what they show, change and refuse."""
 
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
+from sqlalchemy import event
+from sqlalchemy.pool import Pool
 
 from components.common.registry.audit_log import AuditLog
 from components.common.registry.model_registry import Registry
@@ -67,6 +70,23 @@ def test_an_alias_that_was_removed_is_not_a_version_that_was(three: str, registr
     assert problem.startswith("@champion is not set, by the log it is version 3")
     enginery("promote", "m", "1", "--to", "staging", "--why", "x")
     assert registry.aliases("m")["champion"] == "3"
+
+
+def test_a_database_that_may_only_be_read(three: str, registry: Registry) -> None:
+    def read_only(connection: sqlite3.Connection, *_: object) -> None:
+        connection.execute("PRAGMA query_only = 1")
+
+    def as_before(connection: sqlite3.Connection, *_: object) -> None:
+        connection.execute("PRAGMA query_only = 0")
+
+    event.listen(Pool, "checkout", read_only)
+    event.listen(Pool, "checkin", as_before)
+    try:
+        with refuses("permission-denied"):
+            enginery("promote", "m", "1", "--to", "staging", "--why", "x")
+    finally:
+        event.remove(Pool, "checkout", read_only)
+        event.remove(Pool, "checkin", as_before)
 
 
 def test_a_worse_one_is_refused_or_forced(three: str, registry: Registry, tmp_path: Path) -> None:
