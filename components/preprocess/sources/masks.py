@@ -5,7 +5,8 @@ from dataclasses import replace
 from components.common.contracts.errors import UserError
 from components.common.data.places import is_uri, translate_errors
 from components.common.tasks.segmentation import VOID
-from components.preprocess.sources.annotations import coco, split_of, split_samples
+from components.preprocess.sources.annotations import split_of, split_samples
+from components.preprocess.sources.coco import coco
 from components.preprocess.sources.folders import File, Tree, read_text, sample_of, shown
 from components.preprocess.sources.samples import (
     ClassNames,

@@ -3,7 +3,7 @@
 import numpy as np
 
 from components.preprocess.sources import Sample, Storage
-from components.preprocess.sources.annotations import WANTED, boxes_source
+from components.preprocess.sources.boxes import WANTED, boxes_source
 from components.preprocess.tasks import Labels, PackedLabel, annotations_of
 
 _TOLERANCE = 1.0  # px by which boxes may reach out of the image, as where pixels are counted from 1

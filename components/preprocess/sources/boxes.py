@@ -1,0 +1,268 @@
+"""Images with boxes, in the formats that users have: COCO JSON, Pascal VOC XML, YOLO text files."""
+
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+from xml.etree import ElementTree
+
+import yaml
+
+from components.common.contracts.errors import UserError
+from components.common.data.places import MAX_TEXT_BYTES, Unreadable, check_size, translate_errors
+from components.preprocess.sources.annotations import (
+    Annotated,
+    Found,
+    Index,
+    example,
+    folder_of,
+    short,
+    split_of,
+    unnamed,
+)
+from components.preprocess.sources.coco import coco
+from components.preprocess.sources.folders import File, Tree, is_image_name, sample_of, shown
+from components.preprocess.sources.samples import ClassNames, Options, Source, Storage, parse_class_names, plain_names
+
+WANTED = (
+    "put the annotations beside the images: COCO JSON (annotations.json or instances_train.json), Pascal VOC "
+    "(Annotations/*.xml) or YOLO (labels/*.txt and data.yaml), in train/ and val/ or in one folder"
+)
+_MAX_UNNAMED = 10_000  # classes
+_MAX_NUMBER = 1e9
+_MAX_XML_BYTES = 1 << 22
+_MAX_REASON = 200
+_MOST_SHARE = 2.0  # of YOLO's numbers: a box may reach out of the image
+_NUM_READERS = 8  # of many small files
+_NAME_FILES = ("data.yaml", "data.yml", "dataset.yaml", "classes.txt", "obj.names", "_darknet.labels")
+_LISTS = "ImageSets/Main"
+_VOC = re.compile(r"<annotation[\s/>]")
+
+
+def boxes_source(tree: Tree, storage: Storage, options: Options) -> Source:
+    """List the images of a tree that have annotations, and split them.
+
+    Raises:
+        UserError: there are none, or a file of them can't be read.
+    """
+    files = {file.path: file for file in tree.files("")}
+    with translate_errors(tree.name):
+        found = coco(tree, files) or _voc(tree, storage, files) or _yolo(tree, storage, files)
+    if found is None:
+        raise UserError(f"{tree.name} has no boxes; {WANTED}", code="no-annotations", setting="data")
+    if not (options.names or found.classes).names:
+        raise UserError(
+            f"{tree.name} has annotations, and no object in them{example(found.refused)}; {WANTED}", code="no-objects"
+        )
+    return found.source(found.classes, storage, options)
+
+
+# --- Pascal VOC
+
+
+def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | None:
+    """Pixels are counted from 1, and a box includes both corners (Everingham et al., VOC development kit, 2012)."""
+    xml = [file for path, file in files.items() if path.lower().endswith(".xml")]
+    texts = dict(_texts(storage, xml, _MAX_XML_BYTES))
+    read = {path: text for path, text in texts.items() if _VOC.search(text.value)}
+    if not read:
+        return None
+    folders = {folder_of(path) for path in read}
+    index = Index(files)
+    listed = {
+        split: set(map(_stem, tree.read(path).decode(errors="replace").split())) if path in files else None
+        for split in ("train", "val")
+        for path in [next((each for each in files if each.endswith(f"{_LISTS}/{split}.txt")), "")]
+    }
+    images: dict[str, tuple[File, str, Annotated]] = {}
+    refused = {
+        path: f"no annotations of Pascal VOC: {text.problem}"
+        for path, text in texts.items()
+        if text.problem and folder_of(path) in folders
+    }
+    kinds: set[str] = set()
+    parsed: dict[str, tuple[Annotated, str, str]] = {}  # with the split and the image's name
+    for path, text in sorted(read.items()):
+        stem = PurePosixPath(path).stem
+        split = split_of(folder_of(path))
+        if listed["train"] and listed["val"]:
+            split = next((name for name, stems in listed.items() if stems and stem in stems), None)
+        if split is None:
+            continue
+        try:
+            annotated, name = _voc_image(text.value)
+            parsed[path] = annotated, split, name or f"{stem}.jpg"
+        except (ValueError, ElementTree.ParseError) as error:
+            refused[path] = f"no annotations of Pascal VOC: {str(error)[:_MAX_REASON]}"
+    own_files = index.assigned(((path, name) for path, (_, _, name) in parsed.items()), by_stem=True)
+    for path, (annotated, split, name) in parsed.items():
+        file = own_files.get((path, name))
+        if file is None:
+            place = f"{path}: {name}" if name in refused else name
+            refused[place] = f"{path} names it, and {index.absence(path, name)}"
+        elif file.path in images:
+            refused[path] = f"a second file of {file.path}"
+        else:
+            images[file.path] = (file, split, annotated)
+            kinds |= {kind for *_, kind, _ in annotated.objects}
+    refused |= unnamed(files, images, refused, "no XML file names it") if listed["train"] is None else {}
+    return Found(images=images, classes=plain_names(sorted(kinds)), refused=refused)
+
+
+def _voc_image(text: str) -> tuple[Annotated, str]:
+    """Raises ValueError or ParseError."""
+    if "<!DOCTYPE" in text or "<!ENTITY" in text:
+        raise ValueError("it declares entities")
+    root = ElementTree.fromstring(text)  # noqa: S314  # without entities, and of bounded size
+    sides = [root.findtext(f"size/{side}") or "" for side in ("width", "height")]
+    size = (int(sides[0]), int(sides[1])) if all(side.isdecimal() and int(side) for side in sides) else None
+    annotated = Annotated(size=size)
+    for number, entry in enumerate(root.iter("object"), 1):
+        name, kind = f"object {number}", (entry.findtext("name") or "").strip()
+        corners = [entry.findtext(f"bndbox/{corner}") or "" for corner in ("xmin", "ymin", "xmax", "ymax")]
+        values = [_number(corner) for corner in corners]
+        if None in values or not kind:
+            annotated.refused.append((name, "no name" if not kind else "no box of four numbers", False))
+            continue
+        x1, y1, x2, y2 = (float(value or 0) for value in values)
+        ignored = int((entry.findtext("difficult") or "0").strip() == "1")
+        annotated.objects.append((name, x1 - 1, y1 - 1, x2, y2, kind, ignored))
+    return annotated, (root.findtext("filename") or "").strip()
+
+
+# --- YOLO
+
+
+def _yolo(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | None:
+    """A line per object: class, then centre and size in shares of the image, or a polygon's corners."""
+    names = _yolo_names(tree, files)
+    texts = {
+        path: file
+        for path, file in files.items()
+        if path.endswith(".txt") and path.rpartition("/")[2] not in _NAME_FILES
+    }
+    own = {path: _label_path(path) for path in files if is_image_name(path)}
+    own = {path: found for path, found in own.items() if split_of(folder_of(path)) is not None}
+    labelled = {path: next((each for each in paths if each in texts), "") for path, paths in own.items()}
+    if not any(labelled.values()):
+        return None
+    read = dict(_texts(storage, [files[path] for path in labelled.values() if path], MAX_TEXT_BYTES))
+    images: dict[str, tuple[File, str, Annotated]] = {}
+    refused: dict[str, str] = {}
+    most = -1  # of all classes
+    for path, label_path in labelled.items():
+        annotated = Annotated(relative=True)
+        if label_path and read[label_path].problem:
+            refused[path] = f"its labels {label_path} can't be read: {read[label_path].problem}"
+            continue
+        for number, line in enumerate(read[label_path].value.splitlines() if label_path else (), 1):
+            if line.strip():
+                _add_yolo_object(annotated, f"line {number}", line)
+        images[path] = (files[path], split_of(folder_of(path)) or "", annotated)
+        most = max([most, *(kind for *_, kind, _ in annotated.objects)])
+    used = set(labelled.values())
+    folders = {folder_of(path) for path in used if path}
+    for path in sorted(texts):
+        if path not in used and folder_of(path) in folders and split_of(folder_of(path)) is not None:
+            refused[path] = "labels of an image that is not there"
+    if names is None:
+        names = tuple(str(label) for label in range(min(most + 1, _MAX_UNNAMED)))
+    keys: dict[Any, int] = {label: label for label in range(len(names))}
+    return Found(images=images, classes=ClassNames(names, keys), refused=refused)
+
+
+def _label_path(image: str) -> list[str]:
+    """Where YOLO looks for an image's labels: labels/ in place of images/, or beside it."""
+    stem = image.rpartition(".")[0]
+    parts = stem.split("/")
+    places = [place for place, part in enumerate(parts[:-1]) if part == "images"]
+    moved = ["/".join([*parts[:place], "labels", *parts[place + 1 :]]) for place in reversed(places)]
+    return [f"{each}.txt" for each in (*moved, stem)]
+
+
+def _add_yolo_object(annotated: Annotated, name: str, line: str) -> None:
+    values = [_number(word) for word in line.split()]
+    if None in values or len(values) < 5 or (len(values) > 5 and len(values) % 2 == 0):
+        annotated.refused.append((name, "no class and box of five numbers", False))
+        return
+    kind, *rest = (float(value or 0) for value in values)
+    if kind != int(kind):
+        annotated.refused.append((name, f"unknown class: {kind:g}", False))
+        return
+    if max(rest) > _MOST_SHARE:
+        what = f"in pixels, and YOLO asks for shares of the image's sides: {short(line)}"
+        annotated.refused.append((name, what, False))
+        return
+    if len(rest) == 4:
+        x, y, width, height = rest
+        corners = (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
+    else:
+        corners = (min(rest[::2]), min(rest[1::2]), max(rest[::2]), max(rest[1::2]))
+    annotated.objects.append((name, *corners, int(kind), 0))
+
+
+def _yolo_names(tree: Tree, files: Mapping[str, File]) -> tuple[str, ...] | None:
+    """The classes' names in order; None where no file tells."""
+    named = sorted((path.count("/"), path) for path in files if path.rpartition("/")[2].lower() in _NAME_FILES)
+    for _, path in named:
+        where, text = shown(tree.name, path), tree.read(path).decode("utf-8-sig", errors="replace")
+        if not path.lower().endswith((".yaml", ".yml")):
+            return parse_class_names(text, where).names
+        try:
+            names = (yaml.safe_load(text) or {}).get("names")
+        except (yaml.YAMLError, AttributeError, RecursionError):
+            raise UserError(
+                f"{where} is no YAML that can be read; write it again", code="damaged-annotations"
+            ) from None
+        if isinstance(names, dict) and sorted(map(str, names)) == sorted(map(str, range(len(names)))):
+            names = [{str(key): value for key, value in names.items()}[str(label)] for label in range(len(names))]
+        if isinstance(names, list) and names:
+            return parse_class_names("\n".join(map(str, names)), where).names
+        if names:
+            raise UserError(
+                f"{where} has names that are neither a list nor numbered from 0 to {len(names) - 1} without a gap; "
+                "number the classes as the labels do"
+                if isinstance(names, dict)
+                else f"{where} has names that are no list: {short(names)}; list the classes in the labels' order",
+                code="damaged-annotations",
+            )
+    return None
+
+
+# --- both
+
+
+@dataclass(frozen=True)
+class _Text:
+    value: str
+    problem: str = ""  # why it could not be read
+
+
+def _texts(storage: Storage, files: list[File], most_bytes: int) -> Iterator[tuple[str, _Text]]:
+    """Small files, several at a time: servers answer slowly."""
+
+    def read(file: File) -> _Text:
+        try:
+            check_size(file.size_bytes, most_bytes)
+            return _Text(storage.read(sample_of(file, 0)).decode("utf-8-sig"))
+        except (OSError, Unreadable, UnicodeDecodeError) as error:
+            return _Text("", str(error)[:_MAX_REASON])
+
+    with ThreadPoolExecutor(_NUM_READERS) as readers:
+        yield from zip((file.path for file in files), readers.map(read, files), strict=True)
+
+
+def _stem(path: str) -> str:
+    """The name of an image, with or without its folder and extension."""
+    name = path.rpartition("/")[2]
+    return name.rpartition(".")[0] if is_image_name(name) else name
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if -_MAX_NUMBER < value < _MAX_NUMBER else None
