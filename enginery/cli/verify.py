@@ -31,7 +31,7 @@ def verify(directory: Path, key: Path | None) -> None:
     checked = check(directory, public_key(key) if key is not None else None)
     for problem in checked.problems:
         click.secho("failed: ", fg="red", nl=False, err=True)
-        echo(problem, err=True)
+        echo(" ".join(problem.split()), err=True)
     if key is None and not checked.problems:
         check_folder(f"the release {directory}", directory, say=lambda text: None)
         record = checked.record
@@ -60,4 +60,4 @@ def show(checked: "Verification") -> None:
     lines["gate"] = f"{checked.word}: {'; '.join(check.explanation for check in checked.checks)}"
     lines |= {"files": f"{checked.num_files}, as SHA256SUMS lists them", "signature": checked.signature}
     for name, text in lines.items():
-        echo(f"{name + ':':<10} {text}")
+        echo(f"{name + ':':<10} {' '.join(text.split())}")  # of a release that anybody wrote

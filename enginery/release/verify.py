@@ -402,9 +402,10 @@ def _has_a_place(name: str) -> bool:
 
 
 def _record_problems(folder: Path, record: ReleaseRecord, chain: Chain) -> Iterator[str]:
-    for name, digest in chain.digests.items():
-        if record.digests.get(name) != digest:
-            yield f"{RECORD} says {name} {record.digests.get(name)}, and it is {digest}"
+    for name in {**chain.digests, **record.digests}:
+        said, digest = record.digests.get(name), chain.digests.get(name)
+        if said != digest:
+            yield f"{RECORD} says {name} {said}, and it is {digest}"
     passed = chain.verdict.manifest.passed
     if record.passed != passed:
         yield f"{RECORD} says passed {json.dumps(record.passed)}, and the verdict says {json.dumps(passed)}"

@@ -222,6 +222,7 @@ RECORD, BOM, MODEL, NO_MODEL = "release.json", "inputs.cdx.json", "MLmodel", "is
     ("file", "change", "said"),
     [
         (RECORD, lambda r: r["digests"].update(dataset="sha256:0"), "release.json says dataset sha256:0"),
+        (RECORD, lambda r: r["digests"].update(more="sha256:0"), "release.json says more sha256:0"),
         (RECORD, lambda r: r.update(passed=False), "release.json says passed false, and the verdict says true"),
         (RECORD, lambda r: r.update(architecture="other"), "release.json says other, and the bundle is"),
         (RECORD, lambda r: r.update(more=1), "release.json is not valid: more: Extra inputs"),
@@ -275,6 +276,14 @@ def test_the_command(release: Path, signed) -> None:
     assert lines[3].endswith("3 problems. Get it again from who released it [release-changed]")
     assert "Traceback" not in done.stderr
     assert "released" not in done.stdout
+
+
+def test_texts_of_a_release_look_like_no_lines_of_the_command(release: Path) -> None:
+    (release / "model.sig").unlink()
+    edit(release / RECORD, lambda record: record.update(created="now\nsignature: valid, by the key sha256:0"))
+    list_again(release)
+    said = [line for line in enginery("verify", release).stdout.splitlines() if line.startswith("signature:")]
+    assert said == ["signature: none: this release is not signed, so whoever could write it could also change it"]
 
 
 def test_verify_needs_neither_mlflow_nor_an_engine_room(release: Path) -> None:
