@@ -2,6 +2,7 @@
 
 import difflib
 import pickle
+import re
 import zipfile
 from collections import OrderedDict
 from functools import partial
@@ -16,6 +17,7 @@ from components.common.contracts.foreign import refuse_lfs_pointer
 from components.common.tasks import TASKS, TaskName, networks_of, task_of
 
 _MAX_PROBLEMS = 3  # that are shown of weights that don't fit
+_WRAPPERS = re.compile(r"^((module|_orig_mod)\.)+")  # that DataParallel and torch.compile put before names
 _USUAL_SIZES = (224, 256, 288, 320)  # of images, in pixels
 
 
@@ -133,11 +135,13 @@ def read_weights(path: Path, source: str = "") -> dict[str, torch.Tensor]:
     for key in ("state_dict", "model"):  # as timm and torchvision's training scripts save them, beside the optimizer's
         if isinstance(weights, dict) and isinstance(weights.get(key), dict):
             weights = weights[key]
-    if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+    if not isinstance(weights, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in weights.items()
+    ):
         raise UserError(
             f"{source} is no plain state_dict; save one with torch.save(model.state_dict(), path)", code="not-weights"
         )
-    return {name.removeprefix("module."): value for name, value in weights.items()}
+    return {_WRAPPERS.sub("", name): value for name, value in weights.items()}
 
 
 def _refuse_packed(path: Path, source: str) -> None:
@@ -174,7 +178,7 @@ def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: str
     """Load weights strictly.
 
     Raises:
-        UserError: names or shapes don't fit the model, or a number is not finite.
+        UserError: names or shapes don't fit the model, or a number is no floating-point one, or not finite.
     """
     named = OrderedDict(weights)
     named._metadata = {"": {"version": model._version}}  # type: ignore[attr-defined]  # MNASNet asks for it
@@ -189,7 +193,15 @@ def load_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: str
             code="weights-do-not-fit",
         ) from None
     for name, values in model.state_dict().items():  # of this model's size: a file's few bytes may claim any
-        if values.is_floating_point() and not bool(values.isfinite().all()):
+        if not values.is_floating_point():
+            continue
+        if name in weights and not (given := weights[name]).is_floating_point():
+            message = (
+                f"the weights {name!r} in {source} are {given.dtype}, as of a quantized model; give those in floating "
+                "point that it was made from"
+            )
+            raise UserError(message, code="weights-not-float")
+        if not bool(values.isfinite().all()):
             message = f"the weights {name!r} in {source} hold NaN or infinity; take an earlier checkpoint"
             raise UserError(message, code="weights-not-finite")
 

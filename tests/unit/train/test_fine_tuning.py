@@ -69,6 +69,15 @@ def test_weights_without_the_version_that_their_network_asks_for(tmp_path: Path)
     assert all(torch.equal(value, given[key]) for key, value in same.items())
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_weights_of_a_wrapped_network(tmp_path: Path, prefix: str) -> None:
+    given = build_model("squeezenet1_1", 3).state_dict()
+    torch.save({"model": {prefix + name: value for name, value in given.items()}, "epoch": 4}, tmp_path / "w.pth")
+    weights, said = start(3, architecture="squeezenet1_1", pretrained=str(tmp_path / "w.pth"))
+    assert not said
+    assert all(torch.equal(value, given[name]) for name, value in weights.items())
+
+
 def test_a_detector_begins_with_torchvisions_weights(tmp_path: Path) -> None:
     from torchvision.models.detection import fcos_resnet50_fpn
 
@@ -114,6 +123,8 @@ def test_what_can_not_be_begun_with(changed: dict[str, Any], code: str) -> None:
         ("text.pth", "not-weights"),
         ("model.pth", "weights-hold-code"),
         ("x.safetensors", "weights-do-not-fit"),
+        ("numbered.pth", "not-weights"),
+        ("int8.pth", "weights-not-float"),
         ("missing.pth", "weights-missing"),
     ],
 )
@@ -121,6 +132,9 @@ def test_files_that_hold_something_else(tmp_path: Path, name: str, code: str) ->
     (tmp_path / "text.pth").write_text("hello")
     torch.save(build_model("resnet18", 2), tmp_path / "model.pth")
     save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
+    torch.save({0: torch.zeros(1)}, tmp_path / "numbered.pth")
+    whole = {name: value.to(torch.int8) for name, value in build_model("resnet18", 10).state_dict().items()}
+    torch.save(whole, tmp_path / "int8.pth")
     with refuses(code) as caught:
         start(10, pretrained=str(tmp_path / name))
     if code == "weights-do-not-fit":  # of 61 weights that are missing
