@@ -230,7 +230,7 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
     Raises:
         UserError: the file can't be used; the message names what was seen and the fix.
     """
-    original = content = onnx_content(source)
+    content = onnx_content(source)
     proto = _parse(content, source)
     opset = model_opset(proto)
     if opset not in _USER_OPSETS:
@@ -239,26 +239,17 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
             code="unsupported-opset",
         )
     classifier = _describe(proto, source)
+    expected, alone = _probe(content, classifier, source)
     initializers = {tensor.name for tensor in proto.graph.initializer}
     fits = opset == OPSET and proto.ir_version <= IR_VERSION
     if not fits or any(value.name in initializers for value in proto.graph.input):
         proto = _converted(proto, source)
         content = proto.SerializeToString()
-    expected = _probe(original, classifier, source)
     _check_finite(expected, source)
     folded = fold_constants(proto)
     if folded is not proto:
         proto, content = folded, folded.SerializeToString()
-    actual = _probe(content, classifier, source)
-    if not _relative_error(actual, expected) <= MAX_RELATIVE_ERROR:
-        if not _relative_error(_probe(original, classifier, source), expected) <= MAX_RELATIVE_ERROR:
-            raise UserError(
-                f"{source}: gives different answers to the same images (dropout in training mode?): export it after "
-                "model.eval()",
-                code="random-answers",
-            )
-        message = f"{source}: its answers change when converted from opset {opset} to {OPSET}. {_fix(proto)}"
-        raise UserError(message, code="conversion-differs")
+    _check_fp32(proto.graph, source)
     tail = _Tail.of(proto.graph)
     last = tail.last
     _check_varies(expected, last, source)
@@ -283,10 +274,20 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
             "image's answers don't sum to 1. Export it with a softmax over the classes, or with logits as its output",
             code="softmax-axis",
         )
+    if not _relative_error(alone, expected) <= MAX_RELATIVE_ERROR:
+        raise UserError(
+            f"{source}: gives an image other answers in another run, or beside another image (dropout or batch norm in "
+            "training mode?): export it after model.eval()",
+            code="random-answers",
+        )
+    actual, _ = _probe(content, classifier, source)
+    if not _relative_error(actual, expected) <= MAX_RELATIVE_ERROR:
+        message = f"{source}: its answers change when converted from opset {opset} to {OPSET}. {_fix(proto)}"
+        raise UserError(message, code="conversion-differs")
     are_shares = last is not None and last.op_type not in _LINEAR and bool(((expected >= 0) & (expected <= 1)).all())
     if are_shares and sums_to_one:
         content = _without_softmax(proto, last)
-        logits = _probe(content, classifier, source) if content else np.full_like(expected, np.nan)
+        logits = _probe(content, classifier, source)[0] if content else np.full_like(expected, np.nan)
         if not _relative_error(torch.from_numpy(logits).softmax(dim=1).numpy(), expected) <= MAX_RELATIVE_ERROR:
             raise UserError(
                 f"{source}: its outputs are probabilities, and not of one softmax at its end, which could be left out. "
@@ -516,28 +517,43 @@ def _converted(proto: onnx.ModelProto, source: Path) -> onnx.ModelProto:
     return proto
 
 
-def _probe(content: bytes, classifier: OnnxClassifier, source: Path) -> np.ndarray:
-    """Logits of ONNX Runtime for two random images. Fails where the batch axis is dynamic in name only."""
+def _probe(content: bytes, classifier: OnnxClassifier, source: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Logits of ONNX Runtime for two random images, in one batch and each alone. Fails where the batch is fixed."""
     shapes = classifier.shapes
     images = _probe_images(shapes)
+    batches = (images, images[:1], images[1:])
     options = ort.SessionOptions()
     options.log_severity_level = 4  # the exception says it all
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # it may leave out a dropout
     try:
         session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-        logits: np.ndarray = session.run([shapes.output_name], {shapes.input_name: images})[0]
+        answers = [session.run([shapes.output_name], {shapes.input_name: batch})[0] for batch in batches]
     except Exception as error:  # onnxruntime's exceptions share no public base class
         raise UserError(
-            f"{source}: ONNX Runtime can't run it on two images of {shapes.height} x {shapes.width} pixels: "
-            f"{_first_line(error)} {_REEXPORT}",
+            f"{source}: ONNX Runtime can't run it on two images of {shapes.height} x {shapes.width} pixels, and on one "
+            f"of them: {_first_line(error)} {_REEXPORT}",
             code="onnx-does-not-run",
         ) from error
-    if logits.shape != (2, classifier.num_classes):
-        raise UserError(
-            f"{source}: two images give output shape {list(logits.shape)}, expected [2, {classifier.num_classes}]. "
-            f"{_REEXPORT}",
-            code="wrong-output-shape",
-        )
-    return logits
+    for batch, logits in zip(batches, answers, strict=True):
+        if logits.shape != (expected := (len(batch), classifier.num_classes)):
+            raise UserError(
+                f"{source}: a batch of {len(batch)} gives output shape {list(logits.shape)}, expected "
+                f"{list(expected)}. {_REEXPORT}",
+                code="wrong-output-shape",
+            )
+    return answers[0], np.concatenate(answers[1:])
+
+
+def _check_fp32(graph: onnx.GraphProto, source: Path) -> None:
+    """Refuse a network that casts what it computes to half precision: it would be its own reference."""
+    halves = {TensorProto.FLOAT16: "FLOAT16", TensorProto.BFLOAT16: "BFLOAT16"}
+    for node in graph.node:
+        if node.op_type == "Cast" and (kind := halves.get(attribute(node, "to", 0))):
+            raise UserError(
+                f"{source}: computes in {kind} (from '{node.name or node.output[0]}' on). Export the FP32 model; lower "
+                "precisions are made from it.",
+                code="wrong-type",
+            )
 
 
 def _probe_images(shapes: ShapeSpec) -> np.ndarray:

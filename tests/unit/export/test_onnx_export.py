@@ -198,6 +198,37 @@ DROPOUT = [
     constant("trains", True),
     helper.make_node("Dropout", ["scores", "share", "trains"], ["y"]),
 ]
+LAST = helper.make_node("Identity", ["scores"], ["y"])
+DROPOUT_FIRST = [  # which ONNX Runtime leaves out, and OpenVINO can't read
+    *DROPOUT[:2],
+    helper.make_node("Relu", ["x"], ["positive"]),
+    helper.make_node("Dropout", ["positive", "share", "trains"], ["less"]),
+    helper.make_node("GlobalAveragePool", ["less"], ["pooled"]),
+]
+BATCH_NORM = [
+    *POOLED[:2],
+    *(constant(name, np.ones(3, np.float32)) for name in ("gamma", "beta", "mean", "variance")),
+    helper.make_node(
+        "BatchNormalization",
+        ["flat", "gamma", "beta", "mean", "variance"],
+        ["normed", "new_mean", "new_variance"],
+        training_mode=1,
+    ),
+    helper.make_node("Gemm", ["normed", "w"], ["scores"]),
+]
+PAIRS = [  # its batch is that of the export
+    POOLED[0],
+    constant("pairs", [2, 3]),
+    helper.make_node("Reshape", ["pooled", "pairs"], ["flat"]),
+    helper.make_node("Gemm", ["flat", "w"], ["y"]),
+]
+IN_HALF = [
+    helper.make_node("Cast", ["x"], ["half"], to=TensorProto.FLOAT16),
+    helper.make_node("GlobalAveragePool", ["half"], ["pooled_half"]),
+    helper.make_node("Cast", ["pooled_half"], ["pooled"], to=TensorProto.FLOAT),
+    *POOLED[1:],
+    LAST,
+]
 OVER_HALF = [
     helper.make_node("Sigmoid", ["scores"], ["odds"]),
     constant("half", np.float32(0.5)),
@@ -291,6 +322,10 @@ def test_torch_exports_of_other_opsets(net, tmp_path, opset):
         ({"nodes": [*POOLED, *tail(("Softmax",), ("Clip", None, 1e-7, 1))]}, "probabilities", "scaled"),
         ({"nodes": [*POOLED, helper.make_node("Softmax", ["scores"], ["y"], axis=0)]}, "softmax-axis", "axis 0"),
         ({"nodes": [*POOLED, *DROPOUT]}, "random-answers", "model.eval()"),
+        ({"nodes": [*DROPOUT_FIRST, *POOLED[1:], LAST]}, "random-answers", "model.eval()"),
+        ({"nodes": [*BATCH_NORM, LAST]}, "random-answers", "model.eval()"),
+        ({"nodes": PAIRS}, "onnx-does-not-run", "on one of them"),
+        ({"nodes": IN_HALF}, "wrong-type", "FLOAT16"),
         ({"nodes": [*POOLED, *CHOICE, *ONE_HOT]}, "classes-not-logits", "OneHot"),
         ({"nodes": [*POOLED, *OVER_HALF]}, "classes-not-logits", "Greater"),
         ({"nodes": [*POOLED, *CHOICE, *FROM_TABLE]}, "classes-not-logits", "ArgMax"),
@@ -320,7 +355,7 @@ def test_torch_exports_of_other_opsets(net, tmp_path, opset):
         ),
         ({"nodes": [helper.make_node("QuantizeLinear", ["x", "w"], ["y"])]}, "already-quantized", ""),
         ({"nodes": MEAN_OF_ALL}, "onnx-does-not-run", "two images"),
-        ({"nodes": ONE_IMAGE}, "wrong-output-shape", "two images"),
+        ({"nodes": ONE_IMAGE}, "wrong-output-shape", "a batch of 2"),
         (
             {
                 "nodes": [
