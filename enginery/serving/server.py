@@ -34,7 +34,6 @@ from enginery.serving.loading import HEADER
 DRAIN_S = 30  # time for requests in progress when the server is told to stop
 _POLL_S = 0.1
 _MAX_STARTS = 3
-_STEADY_S = 60.0  # a server that took requests for so long has recovered
 # Ends after which it is started again. Triton divides by zero where a request asks for the `classification` of text.
 _CRASHES = (-signal.SIGABRT, -signal.SIGFPE, -signal.SIGSEGV)
 _MODELS_END_S = 2.0  # for the Python models, once Triton is gone
@@ -235,20 +234,13 @@ class Server:
         Raises:
             EngineryError: it did not start again.
         """
-        left = _MAX_STARTS - 1
-        while True:
-            ready_s = time.monotonic()
-            status = self.wait()
-            if time.monotonic() - ready_s >= _STEADY_S:
-                left = _MAX_STARTS - 1
-            if status not in _CRASHES or self.stopping or not left:
-                return status
-            left -= 1
+        while (status := self.wait()) in _CRASHES and not self.stopping:
             time.sleep(_POLL_S)  # the log's last lines
             say(f"the server crashed (signal {-status}: {self.reason()}) and is started again")
             self._start_again()
             self.wait_until_ready()
             say("ready again")
+        return status
 
     def _start_again(self) -> None:
         self.log.clear()

@@ -240,14 +240,12 @@ def test_a_server_that_a_request_crashes_is_started_again(triton, exported, imag
 
 
 @pytest.mark.slow
-def test_a_server_that_aborts_again_and_again_ends(triton, exported, tmp_path: Path) -> None:
+def test_a_server_that_crashes_is_started_again_as_often(triton, exported, images, tmp_path: Path) -> None:
     with serving(exported.path, tmp_path) as running:
-        for times in (1, 2):
+        for times in (1, 2, 3):
             abort(running)
             wait_until_ready(running, "ready again", times)
-        abort(running)
-        assert running.process.wait(600) == 1
-    assert "the server ended by itself (signal 6)" in running.log.read_text()
+        assert running.infer(images[:1]).status == 200
 
 
 @pytest.mark.slow
