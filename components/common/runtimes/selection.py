@@ -176,7 +176,8 @@ def not_measured_here(precision: Precision, measured_on: Sequence[str]) -> str:
     here = instruction_set()
     if precision != "int8" or here in measured_on:
         return ""
+    verdict = f"a verdict on this model was measured with {', '.join(measured_on)}"
     return (
-        f"a verdict on this model was measured with {', '.join(measured_on) or 'no CPU'}, and this CPU runs INT8 with "
-        f"{here}: nobody has proved it here. `python -m components.validate` measures it on this CPU"
+        f"{verdict if measured_on else 'no verdict on this model is of a CPU'}, and this CPU runs INT8 with {here}: "
+        "nobody has proved it here. `python -m components.validate` measures it on this CPU"
     )
