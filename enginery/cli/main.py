@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from components.common.contracts.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EngineryError, shown
+from components.common.contracts.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER_ERROR, EngineryError, shown
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -16,6 +16,10 @@ def main(arguments: list[str] | None = None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
             signal.signal(number, _leave)
+    try:
+        Path.cwd()
+    except OSError:  # before an import asks for it
+        _fail("the folder that this was started in is gone; change into another", EXIT_USER_ERROR, "no-current-folder")
     from enginery.cli.commands import cli  # imports take time, in which Ctrl-C is to work, too
 
     try:

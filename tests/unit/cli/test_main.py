@@ -1,6 +1,7 @@
-"""How the process behind the command line ends when a signal meets it while it imports."""
+"""How the process behind the command line ends when a signal meets it while it imports, or nothing lets it begin."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -26,3 +27,11 @@ def test_an_interrupt_during_imports_ends_with_130_and_no_word(name: str, number
     script = INTERRUPTED_IMPORT.format(name=name, number=int(number), arguments=["run", "pipelines/resnet50.py"])
     done = run_python("-c", script)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_folder_that_is_gone_is_said_so(tmp_path: Path) -> None:
+    script = "import os, sys; sys.path.insert(0, os.getcwd()); from enginery.cli.main import main; "
+    gone = f"folder = {str(tmp_path / 'gone')!r}; os.mkdir(folder); os.chdir(folder); os.rmdir(folder); main(['runs'])"
+    done = run_python("-c", script + gone)
+    assert (done.returncode, done.stderr.splitlines()[1:]) == (2, [])
+    assert done.stderr.endswith("[no-current-folder]\n")
