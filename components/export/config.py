@@ -1,6 +1,6 @@
 """Settings of export."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 else:
     CalibrationOption = Literal["auto", *CALIBRATION_METHODS]
 
+_Mean = Annotated[float, Field(ge=0, le=1)]
+_Std = Annotated[float, Field(gt=0, le=1)]
 EngineOption = Literal["tf32", "version_compatible", "hardware_compatible", "refittable", "stripped"]
 
 
@@ -110,8 +112,12 @@ class ExportConfig(StepConfig):
         256 / 224, ge=1, le=2, description="Own model: shorter side before the central crop, over the image size."
     )
     interpolation: Interpolation = Field("bilinear", description="Own model: resampling filter of the resize.")
-    mean: tuple[float, float, float] = Field(IMAGENET_MEAN, description="Own model: mean per RGB channel, 0..1.")
-    std: tuple[float, float, float] = Field(IMAGENET_STD, description="Own model: std per RGB channel, 0..1.")
+    mean: tuple[_Mean, _Mean, _Mean] = Field(
+        IMAGENET_MEAN, description="Own model: mean per RGB channel, 0..1 (of 0..255: / 255)."
+    )
+    std: tuple[_Std, _Std, _Std] = Field(
+        IMAGENET_STD, description="Own model: std per RGB channel, 0..1 (of 0..255: / 255)."
+    )
     verify: bool = Field(
         False, description="Check every shard's digest before reading it; takes one pass over the dataset's files."
     )

@@ -148,12 +148,28 @@ def show_value(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value) or "empty"
 
 
+_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # no text, or no date; deeper than Python goes
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping with a key twice, of which YAML's own reader keeps the last value."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(None, None, f"the key {key.value!r} is there twice", key.start_mark)
+            seen.add(key.value)
+        return node
+
+
 def parse_value(text: str) -> Any:
     """A value typed on a command line. Lists and mappings are YAML; the config's types convert everything else."""
     if text[:1] in "[{":
         try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as error:
+            return yaml.load(text, _Loader)  # noqa: S506  # of a SafeLoader
+        except _NOT_YAML as error:
             reason = " ".join(str(error).split())
             raise UserError(
                 f"can't read the value {text!r} as YAML: {reason}. Write lists as [1, 2] and mappings as "
@@ -170,14 +186,14 @@ def load_yaml(path: Path) -> dict[str, Any]:
         UserError: no such file, not YAML, or not a mapping.
     """
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+        value = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506  # of a SafeLoader
     except OSError as error:
         raise UserError(
             f"can't read the config file {path}: {error.strerror}; name a YAML file such as "
             "pipelines/configs/digits.yaml",
             code="no-config-file",
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except _NOT_YAML as error:
         raise UserError(
             f"{path} is not valid YAML: {' '.join(str(error).split())}. Write lines of KEY: VALUE", code="invalid-yaml"
         ) from None

@@ -35,6 +35,8 @@ CONFIGS: dict[str, type[BaseModel]] = {"preprocess": PreprocessConfig, "train": 
         ("train", {"augmentation": "1"}, "train.augmentation", "got '1', must be a valid dictionary"),
         ("export", {"calibration_method": "magic"}, "export.calibration_method", "'magic', must be 'auto', 'max', "),
         ("export", {"mean": "3"}, "export.mean", "got '3', must be a valid tuple (default [0.485, 0.456, 0.406])"),
+        ("export", {"mean": [123.7, 0, 0]}, "export.mean[0]", "(of 0..255: / 255)"),
+        ("export", {"std": [1, 0, 1]}, "export.std[1]", "got 0, must be greater than 0"),
         ("export", {"std": [1, 1]}, "export.std[2]", "export.std[2] is required: Own model: std per RGB channel"),
         ("export", {"gate": {"precision": "int4"}}, "export.gate.precision", "got 'int4', must be 'fp16' or 'int8'"),
         ("preprocess", {}, "preprocess.data", "preprocess.data is required: "),
@@ -62,6 +64,11 @@ def test_all_problems_come_at_once_and_later_layers_win() -> None:
     [
         ("- a\n", "invalid-yaml"),
         ("a: [\n", "invalid-yaml"),
+        ("a: " + 1500 * "[", "invalid-yaml"),
+        ("? [a]\n: 3\n", "invalid-yaml"),
+        ("a: 2026-13-45\n", "invalid-yaml"),
+        ("train: {epochs: 3}\nseed: 1\ntrain: {momentum: 0.5}\n", "invalid-yaml"),
+        ("train: {epochs: 3, epochs: 4}\n", "invalid-yaml"),
         (b"\xff\xfe\x00", "invalid-yaml"),
         (None, "no-config-file"),
     ],
@@ -74,7 +81,13 @@ def test_files_that_hold_no_settings(text: str | bytes | None, code: str, tmp_pa
         load_yaml(file)
 
 
+def test_merged_settings_are_no_key_twice(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("train: &t {epochs: 3, seed: 1}\nexport: {<<: *t, epochs: 4}\n")
+    assert load_yaml(tmp_path / "a.yaml")["export"] == {"epochs": 4, "seed": 1}
+
+
 def test_typed_values() -> None:
     assert [parse_value(text) for text in ("5", "[1, 2]", "{a: b}")] == ["5", [1, 2], {"a": "b"}]
-    with refuses("invalid-yaml"):
-        parse_value("{a")
+    for text in ("{a", "{a: 1, a: 2}", "[2026-13-45]"):
+        with refuses("invalid-yaml"):
+            parse_value(text)
