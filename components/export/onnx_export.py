@@ -367,6 +367,11 @@ def _describe(proto: onnx.ModelProto, path: Path) -> OnnxClassifier:
             code="channels-last",
         )
     if len(size) != 4 or size[1] != 3:
+        if len(size) == 4 and size[1] == 1:
+            fix = (
+                "Images come as RGB: export a network that begins with images.mean(1, keepdim=True), and give "
+                "export.mean and export.std its own mean and std three times each"
+            )
         raise UserError(
             f"{path}: input '{image.name}' has shape {size}, expected [N, 3, H, W]. {fix}", code="wrong-input-shape"
         )
@@ -396,6 +401,8 @@ def _describe(proto: onnx.ModelProto, path: Path) -> OnnxClassifier:
             "instead",
             code="other-task",
         )
+    if len(output_size) > 2:
+        fix = "Export it with torch.nn.Flatten() as its last layer."
     if len(output_size) != 2 or not isinstance(output_size[1], int) or isinstance(output_size[0], int):
         raise UserError(
             f"{path}: output '{logits.name}' has shape {output_size}, expected [N, classes] with a dynamic N and a "
