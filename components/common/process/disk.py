@@ -68,7 +68,7 @@ def no_space(place: Path) -> EngineryError:
     """Return the error of a full disk."""
     return EngineryError(
         f"no space left on {_mount_point(place)}: {_free_bytes(place) / 1e6:.1f} MB free; free space or "
-        "write to a larger disk (runs: ENGINERY_HOME), then run the same command again (finished steps are kept)",
+        "write to a larger disk (runs: set ENGINERY_HOME), then run the same command again (finished steps are kept)",
         code="no-space",
     )
 
