@@ -141,6 +141,8 @@ def read_weights(path: Path, source: str = "") -> dict[str, torch.Tensor]:
         raise UserError(
             f"{source} is no plain state_dict; save one with torch.save(model.state_dict(), path)", code="not-weights"
         )
+    if all(name.startswith("model.") for name in weights):  # where a LightningModule has it
+        weights = {name.removeprefix("model."): value for name, value in weights.items()}
     return {_WRAPPERS.sub("", name): value for name, value in weights.items()}
 
 

@@ -69,7 +69,7 @@ def test_weights_without_the_version_that_their_network_asks_for(tmp_path: Path)
     assert all(torch.equal(value, given[key]) for key, value in same.items())
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("prefix", ["module.", "module._orig_mod.", "_orig_mod.module.", "model._orig_mod."])
 def test_weights_of_a_wrapped_network(tmp_path: Path, prefix: str) -> None:
     given = build_model("squeezenet1_1", 3).state_dict()
     torch.save({"model": {prefix + name: value for name, value in given.items()}, "epoch": 4}, tmp_path / "w.pth")
