@@ -28,7 +28,7 @@ from mlflow.utils.credentials import get_default_host_creds
 
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.process.disk import explain
-from components.common.registry.store import database_is_gone, without_credentials
+from components.common.registry.store import database_is_gone, sqlite_file, without_credentials
 from components.common.registry.tracking import (
     DOWNLOAD_LIMITS,
     REQUEST_LIMITS,
@@ -133,8 +133,8 @@ class Registry:
         except Exception as error:
             if is_unreachable(error):
                 raise self.lost(unfinished) from error
-            database = Path(self.uri.removeprefix("sqlite:///"))
-            if not isinstance(error, EngineryError) and (known := explain(error, database)):
+            database = sqlite_file(self.uri)  # a server has a disk of its own
+            if database and not isinstance(error, EngineryError) and (known := explain(error, database)):
                 raise known from error
             raise
 

@@ -67,14 +67,15 @@ def beside_database(uri: str) -> str | None:
     return (Path(uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts").as_uri()
 
 
-def _sqlite_file(uri: str) -> Path | None:
+def sqlite_file(uri: str) -> Path | None:
+    """The file of a SQLite database; None for other stores."""
     file = uri.removeprefix("sqlite:///").split("?")[0]
     return Path(file) if uri.startswith("sqlite:///") and file not in ("", ":memory:") else None
 
 
 def is_new(uri: str) -> bool:
     """True for an SQLite store that has no file yet."""
-    file = _sqlite_file(uri)
+    file = sqlite_file(uri)
     return file is not None and (not file.exists() or file.stat().st_size == 0)
 
 
@@ -92,7 +93,7 @@ def prepare_sqlite(uri: str, make_tables: Callable[[str], object]) -> None:
         OSError: of the directory.
         sqlite3.Error: the file is no database, or can't be written.
     """
-    file = _sqlite_file(uri)
+    file = sqlite_file(uri)
     if file is None:
         return
     if is_new(uri):

@@ -26,6 +26,8 @@ from components.preprocess.sources.samples import (
     with_refused,
 )
 
+MAX_NUMBER = 1e9  # of a box
+
 
 @dataclass(kw_only=True)
 class Annotated:

@@ -13,6 +13,7 @@ import yaml
 from components.common.contracts.errors import UserError
 from components.common.data.places import MAX_TEXT_BYTES, Unreadable, check_size, translate_errors
 from components.preprocess.sources.annotations import (
+    MAX_NUMBER,
     Annotated,
     Found,
     Index,
@@ -31,7 +32,6 @@ WANTED = (
     "(Annotations/*.xml) or YOLO (labels/*.txt and data.yaml), in train/ and val/ or in one folder"
 )
 _MAX_UNNAMED = 10_000  # classes
-_MAX_NUMBER = 1e9
 _MAX_XML_BYTES = 1 << 22
 _MAX_REASON = 200
 _MOST_SHARE = 2.0  # of YOLO's numbers: a box may reach out of the image
@@ -265,4 +265,4 @@ def _number(text: str) -> float | None:
         value = float(text)
     except ValueError:
         return None
-    return value if -_MAX_NUMBER < value < _MAX_NUMBER else None
+    return value if -MAX_NUMBER < value < MAX_NUMBER else None

@@ -12,7 +12,7 @@ import numpy as np
 
 from components.common.contracts.errors import UserError
 from components.preprocess.outlines import packed_outline
-from components.preprocess.sources.annotations import Annotated, Found, Index, short, split_of, unnamed
+from components.preprocess.sources.annotations import MAX_NUMBER, Annotated, Found, Index, short, split_of, unnamed
 from components.preprocess.sources.folders import File, Tree, shown
 from components.preprocess.sources.json_stream import json_arrays
 from components.preprocess.sources.samples import ClassNames
@@ -21,7 +21,6 @@ _MAX_OBJECTS = 20_000_000
 _MAX_KEY = 1 << 62
 _NO_BOX = (math.nan,) * 4
 _NUMBERS = frozenset((int, float))
-_MAX_NUMBER = 1e9
 _NO_PLACES = np.empty(0, np.int64)
 
 
@@ -275,5 +274,5 @@ def _is_box(value: Any) -> TypeGuard[list[float]]:
         isinstance(value, list)
         and len(value) == 4
         and _NUMBERS.issuperset(map(type, value))
-        and all(-_MAX_NUMBER < each < _MAX_NUMBER for each in value)  # not of NaN
+        and all(-MAX_NUMBER < each < MAX_NUMBER for each in value)  # not of NaN
     )
