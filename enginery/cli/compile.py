@@ -1,5 +1,6 @@
 """`enginery compile`: a pipeline file to KFP's YAML."""
 
+import shlex
 from pathlib import Path
 
 import click
@@ -40,11 +41,15 @@ def compile(  # the command's name
     """
     loaded = load_for_cluster(file, settings, num_nodes)[0]
     target = output or Path(f"{file.stem}.yaml")
-    if target.suffix not in (".yaml", ".yml", ".json"):
-        raise UserError(f"--output {target}: KFP takes .yaml or .json", code="output-not-yaml", setting="--output")
+    if target.suffix not in (".yaml", ".yml"):
+        message = f"--output {target}: KFP takes .yaml; name a file that ends so"
+        raise UserError(message, code="output-not-yaml", setting="--output")
     try:
         compiler.Compiler().compile(loaded.pipeline, str(target))
     except OSError as error:
         text = f"can't write {target}: {error.strerror}"
         raise UserError(text, code="output-unwritable", setting="--output") from None
-    click.echo(f"{target} written. Next: enginery submit {file} --endpoint URL, or upload it in KFP's UI")
+    given = {"--settings": settings, "--num-nodes": num_nodes}
+    options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    submit = shlex.join(["enginery", "submit", str(file), "--endpoint", "URL", *options])
+    click.echo(f"{target} written. Next: {submit}, or upload it in KFP's UI")

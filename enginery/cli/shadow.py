@@ -1,5 +1,6 @@
 """`enginery shadow`: a challenger beside the champion on live requests."""
 
+import shlex
 import signal
 import sys
 from functools import partial
@@ -72,7 +73,8 @@ def shadow(
         click.echo(manifest.model_dump_json(indent=1))
     else:
         _print(manifest)
-        click.echo(f"{output} written; to deploy the challenger: enginery deploy --require-shadow {output} ...")
+        deploy = shlex.join(["enginery", "deploy", "--require-shadow", str(output)])
+        click.echo(f"{output} written; to deploy the challenger: {deploy} ...")
 
 
 def _collect(folder: Path, url: str, config: Any) -> tuple[Any, dict[str, Any]]:

@@ -163,7 +163,7 @@ def _submit(file: PipelineFile, request: Request, server: KfpServer, *, wait: bo
             else:
                 run_id = _earlier(client, request) if request.once else ""
                 lines = [f"run         {run_id}, which was there before"] if run_id else []
-                run_id = run_id or _once(client, package, request)
+                run_id = run_id or _once(client, package, request, server)
                 lines = [*(lines or [f"run         {run_id}"]), f"look at it  {server.link(run_id)}"]
     for line in lines:
         click.echo(line)
@@ -180,7 +180,7 @@ def _earlier(client: Any, request: Request) -> str:
     return next((str(run.run_id) for run in runs if run.state not in ("FAILED", "CANCELED")), "")
 
 
-def _once(client: Any, package: Path, request: Request) -> str:
+def _once(client: Any, package: Path, request: Request, server: KfpServer) -> str:
     result = client.create_run_from_pipeline_package(
         str(package),
         arguments=request.arguments,
@@ -190,7 +190,7 @@ def _once(client: Any, package: Path, request: Request) -> str:
         pipeline_root=request.settings.pipeline_root or None,
         service_account=request.settings.service_account or None,
     )
-    return str(result.run_id)
+    return server.field(result, "run_id")
 
 
 def _recurring(client: Any, package: Path, request: Request, server: KfpServer) -> list[str]:
@@ -227,9 +227,10 @@ def _recurring(client: Any, package: Path, request: Request, server: KfpServer) 
         pipeline_root=request.settings.pipeline_root or None,
         service_account=request.settings.service_account or None,
     )
+    run_id = server.field(made, "recurring_run_id")
     return [
-        f"recurring   {made.recurring_run_id}",
-        f"look at it  {server.endpoint}/#/recurringrun/details/{made.recurring_run_id}",
+        f"recurring   {run_id}",
+        f"look at it  {server.endpoint}/#/recurringrun/details/{run_id}",
         f"list        {kfp} list",
-        f"stop        {kfp} disable {made.recurring_run_id}",
+        f"stop        {kfp} disable {run_id}",
     ]

@@ -4,6 +4,8 @@ import contextlib
 import io
 import json
 import os
+import shlex
+import ssl
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,8 +50,10 @@ class Login:
         if cookie_file:
             return cls(source=f"the cookie in {cookie_file}", cookie=_read(cookie_file, "--cookie-file"))
         if token := os.environ.get(TOKEN_VARIABLE, "").strip():
+            _check_line(token, TOKEN_VARIABLE, TOKEN_VARIABLE)
             return cls(source=f"the token in {TOKEN_VARIABLE}", token=lambda: token)
         if cookie := os.environ.get(COOKIE_VARIABLE, "").strip():
+            _check_line(cookie, COOKIE_VARIABLE, COOKIE_VARIABLE)
             return cls(source=f"the cookie in {COOKIE_VARIABLE}", cookie=cookie)
         of_pod = Path(os.environ.get(_POD_TOKEN_VARIABLE) or _POD_TOKEN)
         if of_pod.is_file():
@@ -69,10 +73,15 @@ def _read(file: Path, source: str) -> str:
         reason = getattr(error, "strerror", None) or "it is no text"
         message = f"{source} {file} can't be read: {reason}; name a file that holds nothing else"
         raise UserError(message, code="login-file-unreadable", setting=source) from None
-    if not text or "\n" in text:
-        text = f"{source} {file} must hold one line, and nothing else"
-        raise UserError(text, code="login-file-not-one-line", setting=source)
+    _check_line(text, f"{source} {file}", source)
     return text
+
+
+def _check_line(text: str, where: str, setting: str) -> None:
+    """A header of HTTP takes no more than this."""
+    if not text or not text.isascii() or not text.isprintable():
+        message = f"{where} must hold one line of ASCII characters, and nothing else"
+        raise UserError(message, code="login-not-one-line", setting=setting)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +91,15 @@ class KfpServer:
     endpoint: str  # without a slash at its end
     login: Login
     ca_file: Path | None = None
+    options: str = ""  # by which a command gets in again, as a shell takes them
+
+    def __post_init__(self) -> None:
+        """Refuse certificates that can't be read, which would look like a server that can't be reached."""
+        try:
+            ssl.create_default_context(cafile=self.ca_file)
+        except OSError as error:
+            text = f"--ca-file {self.ca_file}: {error.strerror or error}. Name a file with certificates in PEM"
+            raise UserError(text, code="ca-file-unreadable", setting="--ca-file") from None
 
     @classmethod
     def find(cls, endpoint: str, token_file: Path | None, cookie_file: Path | None, ca_file: Path | None) -> Self:
@@ -90,10 +108,10 @@ class KfpServer:
         Raises:
             UserError: no URL, or a file that can't be read.
         """
-        if ca_file is not None and not ca_file.is_file():
-            text = f"--ca-file {ca_file}: no such file; name one with certificates in PEM"
-            raise UserError(text, code="ca-file-missing", setting="--ca-file")
-        return cls(endpoint=checked_endpoint(endpoint), login=Login.find(token_file, cookie_file), ca_file=ca_file)
+        url = checked_endpoint(endpoint)
+        files = {"--token-file": token_file, "--cookie-file": cookie_file, "--ca-file": ca_file}
+        words = ["--endpoint", url, *(word for name, file in files.items() if file for word in (name, str(file)))]
+        return cls(endpoint=url, login=Login.find(token_file, cookie_file), ca_file=ca_file, options=shlex.join(words))
 
     def client(self) -> Any:
         """KFP's client, once the server has said that it is well.
@@ -139,13 +157,26 @@ class KfpServer:
             except ValueError:
                 answer = None
             if not isinstance(answer, dict):
-                raise UserError(
-                    f"{self.endpoint} answers, but not as Kubeflow Pipelines does (a login page?). Give the URL that "
-                    f"serves KFP's API (.../apis/v2beta1), and a token in {TOKEN_VARIABLE} or a cookie in "
-                    f"{COOKIE_VARIABLE} if it asks for one",
-                    code="no-kfp-api",
-                    setting="--endpoint",
-                )
+                raise self._no_api()
+
+    def field(self, answer: Any, name: str) -> str:
+        """A field that an answer of KFP's must have.
+
+        Raises:
+            UserError: it has none, as what KFP's client makes of a page has none.
+        """
+        if value := getattr(answer, name, None):
+            return str(value)
+        raise self._no_api()
+
+    def _no_api(self) -> UserError:
+        return UserError(
+            f"{self.endpoint} answers, but not as Kubeflow Pipelines does (a login page?). Give the URL that "
+            f"serves KFP's API (.../apis/v2beta1), and a token in {TOKEN_VARIABLE} or a cookie in "
+            f"{COOKIE_VARIABLE} if it asks for one",
+            code="no-kfp-api",
+            setting="--endpoint",
+        )
 
     @contextlib.contextmanager
     def translate_errors(self) -> Iterator[None]:

@@ -76,7 +76,7 @@ class Images(_Part):
 
     registry: str = Field(
         REGISTRY,
-        pattern=r"^[a-z0-9][a-zA-Z0-9._:/-]*[a-z0-9]$",
+        pattern=r"^[A-Za-z0-9.-]+(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*$",
         description="Registry and namespace, such as registry.example.com/team.",
     )
     tag: str = Field(TAG, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$", description="Tag of the images.")
@@ -141,11 +141,12 @@ class Retries(_Part):
     """Further tries of a step, as the cluster's Argo allows them."""
 
     times: int = Field(0, ge=0, le=100, description="Tries after the first one; gate takes none from `every_step`.")
-    wait_s: int = Field(60, ge=0, description="Seconds before the second try.")
+    wait_s: int = Field(60, ge=0, le=_LONGEST_WINDOW_S, description="Seconds before the second try.")
     factor: int = Field(2, ge=1, description="What the wait is multiplied by with each try; Argo takes whole numbers.")
     window_s: int = Field(
         0,
         ge=0,
+        le=_LONGEST_WINDOW_S,
         description="Seconds from the start of the first try after which there is no other one and what runs is ended; "
         "0 for as long as all tries and waits may take.",
     )
@@ -179,7 +180,9 @@ class Placement(_Part):
         (), description="PersistentVolumeClaims as folders: a list of claim, mount_path, sub_path."
     )
     retries: Retries = Field(Retries(), description="Tries after a failure.")
-    timeout_s: int = Field(0, ge=0, description="Seconds after which a step is ended, in each try; 0 for no limit.")
+    timeout_s: int = Field(
+        0, ge=0, le=_LONGEST_WINDOW_S, description="Seconds after which a step is ended, in each try; 0 for no limit."
+    )
     caching: bool = Field(
         False,
         description="Let KFP reuse a finished step of the same image, inputs and settings. It does not look "

@@ -189,10 +189,11 @@ class RunFollower:
             while True:
                 try:
                     run = self.client.get_run(self.run_id)
+                    self.server.field(run, "run_id")
                     lost = 0
-                except (kfp_server_api.ApiException, urllib3.exceptions.HTTPError) as error:
+                except (kfp_server_api.ApiException, urllib3.exceptions.HTTPError, UserError) as error:
                     lost += 1
-                    is_final = getattr(error, "status", 503) in (401, 403, 404)
+                    is_final = isinstance(error, UserError) or getattr(error, "status", 503) in (401, 403, 404)
                     if lost >= _MAX_LOST_POLLS or is_final:
                         raise self._lost(error) from None
                 else:
@@ -205,7 +206,7 @@ class RunFollower:
             return EXIT_INTERRUPTED
 
     def _way_back(self) -> str:
-        where = f"--endpoint {self.server.endpoint}" + (f" --namespace {self.namespace}" if self.namespace else "")
+        where = self.server.options + (f" --namespace {self.namespace}" if self.namespace else "")
         return f"run {self.run_id} continues. To come back: enginery watch {self.run_id} {where}"
 
     def _lost(self, error: Exception) -> EngineryError:
@@ -217,7 +218,8 @@ class RunFollower:
             if getattr(error, "status", 0) == 404:
                 return translated
             text = f"{translated}. It can't be watched any longer; {self._way_back()}"
-            kind = UserError if getattr(error, "status", 0) in (401, 403) else EngineryError
+            refused = isinstance(error, UserError) or getattr(error, "status", 0) in (401, 403)
+            kind = UserError if refused else EngineryError
             return kind(text, code="kfp-lost", setting=translated.setting)
 
     def _report(self, run: Any) -> bool:

@@ -49,6 +49,8 @@ OTHER_VOLUME = "train_job: {volume: {claim: b, mount_path: /s}}"
         ("every_step: {node_selector: {zone: a b}}", "every_step.node_selector.zone", "must match pattern"),
         ("every_step: {secrets: [{name: s, env: {A: a b}}]}", "every_step.secrets[0].env.A", "must match"),
         ("train: {retries: {factor: 1.5}}", "train.retries.factor", "a valid integer"),  # Argo refuses it
+        ("images: {registry: 'https://registry.example.com/team'}", "images.registry", "must match pattern"),
+        ("every_step: {timeout_s: 99999999999999999999}", "every_step.timeout_s", "less than or equal to"),
         ("train: {num_nodes: 2000}", "train.num_nodes", "less than or equal to 1024"),
     ],
 )

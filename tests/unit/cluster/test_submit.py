@@ -80,7 +80,8 @@ NODES = ("--architecture", "resnet50", "--num-nodes", "2")
         ((*DATA, "--every", "0h"), "bad-schedule", "--every"),
         ((*DATA, "--cron", "0 3 * * 1", "--every", "1d"), "two-schedules", "--every"),
         ((*DATA, "--every", "1d", "--wait"), "schedule-with-wait", "--wait"),
-        ((*DATA, "--ca-file", "/absent"), "ca-file-missing", "--ca-file"),
+        ((*DATA, "--ca-file", "/absent"), "ca-file-unreadable", "--ca-file"),
+        ((*DATA, "--ca-file", "{tmp}/empty"), "ca-file-unreadable", "--ca-file"),
         (MODEL, "weights-without-architecture", "--architecture"),
         ((*MODEL, *NODES, "--settings", CLUSTER_YAML), "pipeline-does-not-train", "--num-nodes"),
         ((*DATA, "--endpoint", "localhost:8080"), "endpoint-not-url", "--endpoint"),
@@ -91,8 +92,8 @@ NODES = ("--architecture", "resnet50", "--num-nodes", "2")
         ((*DATA, "--endpoint", "http://absent.invalid"), "kfp-unreachable", "--endpoint"),
         ((*DATA, "--endpoint", "http://127.0.0.1:1"), "kfp-unreachable", "--endpoint"),  # nobody listens
         ((*DATA, "--token-file", "{tmp}/absent"), "login-file-unreadable", "--token-file"),
-        ((*DATA, "--token-file", "{tmp}/empty"), "login-file-not-one-line", "--token-file"),
-        ((*DATA, "--token-file", "{tmp}/two lines"), "login-file-not-one-line", "--token-file"),
+        ((*DATA, "--token-file", "{tmp}/empty"), "login-not-one-line", "--token-file"),
+        ((*DATA, "--token-file", "{tmp}/two lines"), "login-not-one-line", "--token-file"),
     ],
 )
 def test_what_is_refused_before_anything_is_sent(
@@ -110,6 +111,12 @@ def test_what_is_refused_before_anything_is_sent(
 def test_servers_that_are_something_else_or_refuse(cluster: Cluster, submit: Submit) -> None:
     assert submit(f"{cluster.endpoint}/elsewhere", *DATA).fault == (2, "no-kfp-api", "--endpoint")
     assert submit(cluster.endpoint, "--no-logs", watch="another").fault == (2, "kfp-not-found", "")
+    answered = cluster.answer
+    page = b"<html>Log in</html>"  # of a proxy that lets the health through
+    cluster.answer = lambda method, path, body: answered(method, path, body) if "healthz" in path else (200, page)  # type: ignore[method-assign]
+    assert submit(cluster.endpoint, *DATA).fault == (2, "no-kfp-api", "--endpoint")
+    assert submit(cluster.endpoint, "--no-logs", watch="another").fault == (2, "kfp-lost", "--endpoint")
+    cluster.answer = answered  # type: ignore[method-assign]
     cluster.refuse_run = "invalid namespace"
     done = submit(cluster.endpoint, *DATA)
     assert done.fault == (1, "kfp-error", "")
@@ -133,6 +140,9 @@ def test_tokens_and_cookies(cluster: Cluster, submit: Submit, tmp_path: Path) ->
     done = submit(cluster.endpoint, *DATA, KFP_COOKIE="oauth2_proxy_kubeflow=old")
     assert "the cookie in KFP_COOKIE was refused" in str(done.error)
     assert "=old" not in str(done.error)
+    for value in ("two\nlines", "çok=gizli"):
+        assert submit(cluster.endpoint, *DATA, KFP_TOKEN=value).fault == (2, "login-not-one-line", "KFP_TOKEN")
+        assert submit(cluster.endpoint, *DATA, KFP_COOKIE=value).fault == (2, "login-not-one-line", "KFP_COOKIE")
     both = ("--token-file", str(file), "--cookie-file", str(file))
     assert submit(cluster.endpoint, *DATA, *both).fault == (2, "two-logins", "--cookie-file")
 

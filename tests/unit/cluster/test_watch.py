@@ -15,7 +15,7 @@ from kubernetes import client as k8s
 
 from components.common.contracts.errors import EngineryError
 from enginery.cluster import watch
-from enginery.cluster.server import KfpServer, Login
+from enginery.cluster.server import KfpServer
 from enginery.cluster.watch import PodLogs, RunFollower, core_api, step_of, steps_of
 from tests.kubernetes_api import answer
 from tests.pipelines.running import ROOT
@@ -187,17 +187,19 @@ def test_a_cluster_that_refuses_or_is_not_there_costs_one_line(
     assert len(pods.requests) == 1
 
 
-def test_a_server_that_is_gone_leaves_the_run_and_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_gone_leaves_the_run_and_the_way_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the run has begun this is no mistake of the command: 1, and not 2."""
     monkeypatch.setattr(watch, "_MAX_LOST_POLLS", 3)
     monkeypatch.setattr(watch, "_SHORTEST_POLL_S", 0.0)
     endpoint = "http://127.0.0.1:1"
     client = Mock(**{"get_run.side_effect": urllib3.exceptions.HTTPError("refused")})
-    server = KfpServer(endpoint=endpoint, login=Login(source=""))
+    (token := tmp_path / "my token").write_text("abc")
+    server = KfpServer.find(endpoint, token, None, None)
     with pytest.raises(EngineryError) as caught:
         RunFollower(server, client, RUN_ID, namespace="mine").follow()
     assert (client.get_run.call_count, caught.value.exit_code, caught.value.code) == (3, 1, "kfp-lost")
-    assert str(caught.value).endswith(f"enginery watch {RUN_ID} --endpoint {endpoint} --namespace mine")
+    way = f"enginery watch {RUN_ID} --endpoint {endpoint} --token-file '{token}' --namespace mine"
+    assert str(caught.value).endswith(way)
 
 
 @pytest.mark.parametrize(
