@@ -64,6 +64,7 @@ def test_a_misspelled_key_is_refused_at_every_level(path: str) -> None:
         ("images.tag", "latest"),
         ("images.digests.serve", "sha256:123"),
         ("security.runAsUser", 0),
+        ("images.registry", "https://registry.example.com/team"),
         ("objectStore.endpointUrl", "seaweedfs:8333"),
         ("mlflow.resources.requests.cpu", "two"),
         ("serve.model.digest", "3b3b"),
@@ -144,6 +145,24 @@ def leaves(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{path}.{name}".lstrip("."))
     else:
         yield path, values
+
+
+def test_null_means_none_or_is_refused_by_name() -> None:
+    parts = [path.split(".") for path, _ in leaves(VALUES)]
+    for path in sorted({".".join(part[: end + 1]) for part in parts for end in range(len(part))}):
+        try:
+            found = "".join(render_files(changed(case("full"), path, None)).values())
+        except helm_python.HelmError as error:
+            found = str(error)
+        assert not any(words in found for words in ("nil pointer", "wrong type", "%!")), (path, found)
+
+
+@pytest.mark.parametrize("release", ["2024-models", "vision.prod"])
+def test_a_release_whose_name_no_service_can_have_is_refused(release: str) -> None:
+    with helm_python.Chart.load(CHART) as chart:
+        with pytest.raises(helm_python.HelmError, match="set fullnameOverride"):
+            chart.render(case("minimal"), name=release, namespace="team")
+        assert chart.render(changed(case("minimal"), "fullnameOverride", "vision"), name=release, namespace="team")
 
 
 def others(value: Any) -> list[Any]:

@@ -2,16 +2,13 @@
 
 {{/* Names end in up to 22 more. */}}
 {{- define "enginery.fullname" -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 41 | trimSuffix "-" -}}
-{{- else -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
-{{- if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 41 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 41 | trimSuffix "-" -}}
+{{- $own := contains $name .Release.Name | ternary .Release.Name (printf "%s-%s" .Release.Name $name) -}}
+{{- $fullname := default $own .Values.fullnameOverride | trunc 41 | trimSuffix "-" -}}
+{{- if not (regexMatch "^[a-z][-a-z0-9]*$" $fullname) -}}
+{{- fail (printf "resources would be named %s-..., and a Service's name has letters, digits and hyphens alone, a letter first. Name the release so, or set fullnameOverride" $fullname) -}}
 {{- end -}}
-{{- end -}}
+{{- $fullname -}}
 {{- end -}}
 
 {{/* Name of an object in another namespace, which the same release of another namespace may have there, too: list of
