@@ -1,5 +1,6 @@
 """The loader on a GPU: the CPU's images, the same batches after an interruption, and errors instead of waiting."""
 
+import gc
 import os
 import shutil
 from collections.abc import Callable
@@ -149,6 +150,12 @@ def test_batches_are_whole_on_a_stream_of_the_callers(pictures: Artifact[Dataset
     for actual, images in zip(sums, expected, strict=True):
         # Atomic sums differ in the last digits; a batch that is not there yet in the first.
         assert float(actual) == pytest.approx(float(images.double().sum()), rel=1e-3, abs=50)
+
+
+def test_decoders_stay_loaded_when_a_loader_goes(pictures: Artifact[DatasetManifest]) -> None:
+    next(iter(Loader(pictures, "val", SPEC, batch_size=8, device_id=0)))
+    gc.collect()
+    assert "libnvjpeg_ext" in Path("/proc/self/maps").read_text()
 
 
 def test_batches_stay_whole_when_the_gpu_is_behind(pictures: Artifact[DatasetManifest]) -> None:

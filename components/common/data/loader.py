@@ -1,5 +1,6 @@
 """Batches of a dataset's shards by its TransformSpec, on the CPU or a GPU: for training, calibration, validation."""
 
+import atexit
 import base64
 import hashlib
 import json
@@ -406,6 +407,8 @@ class Loader:
         # DALI keeps every thread from running while it opens the shards, so see first whether they answer.
         self._watched(lambda: _open_all(readers[0]))
         self._watched(lambda: _check_indexes(dataset, split))
+        if device_id is not None:
+            self._watched(lambda: _keep_decoders(device_id))
         for share in range(num_pipelines):
             self._iterators.append(self._watched(partial(build, share)))
 
@@ -521,6 +524,26 @@ def _reader(
         "pad_last_batch": True,
         "dont_use_mmap": False,
     }
+
+
+_kept: list[Any] = []  # see _keep_decoders
+
+
+def _keep_decoders(device_id: int) -> None:
+    """Keep a GPU's image decoders loaded while this process lives, for all its GPUs, by a small pipeline.
+
+    DALI unloads them with the last pipeline. Loading them is most of what building a pipeline takes, and no other
+    thread of Python's runs meanwhile: loaders of several GPUs wait for each other.
+    """
+    if _kept:
+        return
+    small = dali.Pipeline(batch_size=1, num_threads=1, device_id=device_id)
+    with small:
+        encoded = dali.fn.external_source(name="encoded", dtype=dali.types.UINT8, ndim=1)
+        small.set_outputs(dali.fn.decoders.image(encoded, device="mixed"))
+    small.build()
+    _kept.append(small)
+    atexit.register(_kept.clear)  # before CUDA goes
 
 
 def _open_all(reader: dict[str, Any]) -> None:
