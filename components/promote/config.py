@@ -11,7 +11,7 @@ class PromoteConfig(StepConfig):
 
     registered_model: str = Field(
         "",
-        pattern=r"^[\w.-]*$",
+        pattern=r"^(\w[\w.-]*)?$",
         description="Name of the registered model in MLflow. Empty for that of the model's file, or of its "
         "architecture where it came from no file.",
     )

@@ -13,7 +13,7 @@ from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from components.common.contracts.errors import UserError, without_secrets
+from components.common.contracts.errors import UserError, shortened, without_secrets
 
 Config = TypeVar("Config", bound=BaseModel)
 # Of a field that decides how long a step takes, and nothing about its result.
@@ -78,7 +78,7 @@ def _format_error(problem: ErrorDetails, config: type[BaseModel], prefix: str) -
     owner, field = _locate(config, location)
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
     name = f"{prefix}{''.join(parts)}".removeprefix(".")
-    message = re.sub(r"^(Value error, |(Input|String|Tuple|Dictionary) should )", "", problem["msg"])
+    message = re.sub(r"^(Value error, |(Input|String|Dictionary|Keys) should )", "", problem["msg"])
     if problem["type"] == "extra_forbidden":
         return name, f"unknown setting {name}; {_nearest(name, owner)}"
     meaning = field.description if field is not None else None
@@ -86,8 +86,11 @@ def _format_error(problem: ErrorDetails, config: type[BaseModel], prefix: str) -
         return name, f"{name} is required: {meaning or 'give it a value'}"
     if problem["type"] == "value_error":
         return name, f"{name}: {message}" if name else message
+    if problem["type"] == "tuple_type":
+        message = "be a list, written as [A, B]"
     default = "" if field is None or field.is_required() else f" (default {show_value(field.get_default())})"
-    return name, f"{name}: got {problem['input']!r}, must {message}{default}{'. ' if meaning else ''}{meaning or ''}"
+    got = shortened(repr(problem["input"]))
+    return name, f"{name}: got {got}, must {message}{default}{'. ' if meaning else ''}{meaning or ''}"
 
 
 def _locate(config: type[BaseModel], location: Sequence[int | str]) -> tuple[type[BaseModel], FieldInfo | None]:
@@ -117,6 +120,8 @@ def _nearest(name: str, owner: type[BaseModel]) -> str:
     valid = [field.alias or name for name, field in owner.model_fields.items()]
     close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
     outer = prefix.rpartition(".")[2]
+    if prefix == f"{outer}.{outer}" and close:  # "train.seed" among the settings of train
+        return f"these are the settings of {outer} already: write {close[0]}"
     if outer in owner.model_fields and inner_model(
         owner.model_fields[outer].annotation
     ):  # "augmentation.min_area" as one key
@@ -189,8 +194,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
         value = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506  # of a SafeLoader
     except OSError as error:
         raise UserError(
-            f"can't read the config file {path}: {error.strerror}; name a YAML file such as "
-            "pipelines/configs/digits.yaml",
+            f"can't read the config file {path}: {error.strerror}; name a YAML file with lines of KEY: VALUE",
             code="no-config-file",
         ) from None
     except _NOT_YAML as error:

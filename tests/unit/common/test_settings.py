@@ -20,6 +20,7 @@ CONFIGS: dict[str, type[BaseModel]] = {"preprocess": PreprocessConfig, "train": 
     ("step", "values", "setting", "allowed"),
     [
         ("train", {"weigth_decay": 1}, "train.weigth_decay", "did you mean train.weight_decay?"),
+        ("train", {"train.epochs": 1}, "train.train.epochs", "the settings of train already: write epochs"),
         ("train", {"zzz": 1}, "train.zzz", "valid keys: architecture, image_size"),
         ("train", {"epochs": "many"}, "train.epochs", "got 'many', must be a valid integer"),
         ("train", {"epochs": "1.5"}, "train.epochs", "got '1.5', must be a valid integer"),
@@ -34,7 +35,12 @@ CONFIGS: dict[str, type[BaseModel]] = {"preprocess": PreprocessConfig, "train": 
         ("train", {"augmentation.min_area": 1}, "train.augmentation.min_area", "{min_area: VALUE}'"),
         ("train", {"augmentation": "1"}, "train.augmentation", "got '1', must be a valid dictionary"),
         ("export", {"calibration_method": "magic"}, "export.calibration_method", "'magic', must be 'auto', 'max', "),
-        ("export", {"mean": "3"}, "export.mean", "got '3', must be a valid tuple (default [0.485, 0.456, 0.406])"),
+        (
+            "export",
+            {"mean": "3"},
+            "export.mean",
+            "got '3', must be a list, written as [A, B] (default [0.485, 0.456, 0.406])",
+        ),
         ("export", {"mean": [123.7, 0, 0]}, "export.mean[0]", "(of 0..255: / 255)"),
         ("export", {"std": [1, 0, 1]}, "export.std[1]", "got 0, must be greater than 0"),
         ("export", {"std": [1, 1]}, "export.std[2]", "export.std[2] is required: Own model: std per RGB channel"),
