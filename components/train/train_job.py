@@ -143,7 +143,7 @@ def _patch(request: TrainJobRequest) -> dict[str, Any]:
 
 _LAST_LINES = 20  # of a pod that failed
 _LAST_LINES_S = 3.0  # for what a pod has just printed
-_REQUEST_S = 20.0
+_REQUEST_S = 20  # whole seconds: the client of Kubernetes ignores any other limit
 _NO_PODS_S = 60.0  # after which it is said that there are none: a quota or a policy may refuse them
 _MAX_LOST = 30  # questions in a row without an answer, before the API server counts as gone
 _UNREACHABLE = (urllib3.exceptions.HTTPError, OSError)

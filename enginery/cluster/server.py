@@ -23,7 +23,8 @@ COOKIE_VARIABLE = "KFP_COOKIE"
 # Where a pod finds the token that Kubernetes makes for KFP and renews; KFP's client knows the same two names.
 _POD_TOKEN_VARIABLE = "KF_PIPELINES_SA_TOKEN_PATH"  # noqa: S105
 _POD_TOKEN = "/var/run/secrets/kubeflow/pipelines/token"  # noqa: S105
-_TIMEOUT_S = 10.0
+# Whole seconds: the generated clients of KFP and of Kubernetes ignore any other limit, and would wait for ever.
+_HEALTH_S, _ANSWER_S = 10, 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +124,16 @@ class KfpServer:
         with self.translate_errors(), quiet():
             from kfp.client import Client
 
-            return Client(
+            client = Client(
                 host=self.endpoint,
                 credentials=self.login if self.login.token else None,
                 cookies=self.login.cookie or None,
                 ssl_ca_cert=str(self.ca_file) if self.ca_file else None,
             )
+        rest = client._run_api.api_client.rest_client  # of all its APIs; its methods set no limit
+        ask = rest.request
+        rest.request = lambda *given, **named: ask(*given, **{**named, "_request_timeout": _ANSWER_S})
+        return client
 
     def link(self, run_id: str) -> str:
         """A run's page."""
@@ -146,7 +151,7 @@ class KfpServer:
         api = kfp_server_api.HealthzServiceApi(kfp_server_api.ApiClient(config, cookie=self.login.cookie or None))
         with self.translate_errors():
             try:
-                response = api.healthz_service_get_healthz(_preload_content=False, _request_timeout=_TIMEOUT_S)
+                response = api.healthz_service_get_healthz(_preload_content=False, _request_timeout=_HEALTH_S)
             except kfp_server_api.ApiException as error:
                 if error.status != 404:
                     raise

@@ -34,7 +34,7 @@ _MACHINERY = re.compile(
     r"time=\S+ level=(DEBUG|INFO) .* argo=true( |$)|I\d{4} [\d:.]+ +\d+ \S+\.go:\d+\] |\[KFP Executor [^]]+ INFO\]: "
 )
 _BEGINS_JSON = re.compile(r"(: Got executor_input:|ExecutorOutput: \{)$")
-_REQUEST_S = 10.0
+_REQUEST_S = 10  # whole seconds, as in server.py
 _RECONNECT_S = 1.0
 _TIDYING_S = 5.0  # for the last lines of pods, once the run has ended
 

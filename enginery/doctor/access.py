@@ -16,7 +16,7 @@ from enginery.cluster.server import KFP_NAMESPACE, Login
 from enginery.cluster.settings import ClusterSettings
 from enginery.doctor.checks import Finding, absent, warning
 
-LIMIT_S = 10.0
+LIMIT_S = 10  # whole seconds: the client of Kubernetes ignores any other limit
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ from enginery.formats import number
 from enginery.release.fetch import read_identity
 from enginery.serving.sources import find_source
 
-_SERIES = re.compile(r'enginery_drift_images_total\{(?P<labels>(?:\w+="[^"\n]*",?)+)\} (?P<value>\S+)')
+# The number at the end is a time, which a Prometheus adds that hands metrics on.
+_SERIES = re.compile(r'enginery_drift_images_total\{(?P<labels>(?:\w+="[^"\n]*",?)+)\} (?P<value>\S+)(?: -?\d+)?')
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _MAX_METRICS_BYTES = 16 << 20
 _MAX_EXAMPLE_BYTES = 1 << 20
@@ -157,7 +158,7 @@ def read_metrics(place: str, timeout_s: float) -> str:
             with Path(place).open("rb") as file:
                 data = file.read(_MAX_METRICS_BYTES + 1)
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-        reason = shortened(getattr(error, "strerror", None) or error or type(error).__name__)
+        reason = shortened(getattr(error, "strerror", None) or str(error) or "it took longer than --timeout")
         if is_url:
             raise EngineryError(
                 f"{place} does not answer with metrics ({reason}); start the server, or name the address of its "

@@ -138,7 +138,11 @@ def failure(error: BaseException, address: ServerAddress, timeout_s: float) -> S
     status, message = _status_and_message(error)
     if status is None:
         known = type(error).__module__.startswith("aiohttp")
-        return _unreachable(address, error) if known else ServingError(f"{address} failed: {message}")
+        return (
+            _unreachable(address, error)
+            if known
+            else ServingError(f"{address} does not answer as a model server does ({message}); name one with --url")
+        )
     return status_failure(status, message, address)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -235,7 +236,8 @@ class RequestSamples:
 
 
 def bind(cores: Sequence[int] | None) -> None:
-    """Keep this process, and what it starts, on some cores."""
+    """Keep this process on some cores, and let Ctrl-C end it without a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if cores:
         os.sched_setaffinity(0, cores)
 

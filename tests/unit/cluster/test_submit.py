@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import kfp_server_api as kfp
 import pytest
 
+from enginery.cluster import server
 from tests.pipelines.running import CLUSTER_YAML, compiled
 from tests.unit.cluster.conftest import Submit
 from tests.unit.cluster.kfp_api import RUN_ID, SCHEDULE_ID, Cluster
@@ -121,6 +123,31 @@ def test_servers_that_are_something_else_or_refuse(cluster: Cluster, submit: Sub
     done = submit(cluster.endpoint, *DATA)
     assert done.fault == (1, "kfp-error", "")
     assert "answers 400 Bad Request: invalid namespace" in str(done.error)
+
+
+def test_a_server_that_never_answers_is_given_up(
+    cluster: Cluster, submit: Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_HEALTH_S", server._HEALTH_S // 10)
+    monkeypatch.setattr(server, "_ANSWER_S", server._ANSWER_S // 30)
+    monkeypatch.setattr("enginery.cluster.watch._MAX_LOST_POLLS", 1)
+    answered, end = cluster.answer, threading.Event()
+
+    def wait(silent: str) -> None:
+        def answer(method: str, path: str, body: Any) -> tuple[int, Any]:
+            if silent in path:
+                end.wait(20)
+            return answered(method, path, body)
+
+        cluster.answer = answer  # type: ignore[method-assign]
+
+    try:
+        wait("healthz")
+        assert submit(cluster.endpoint, "--no-logs", watch=RUN_ID).fault == (2, "kfp-unreachable", "--endpoint")
+        wait("/runs/")
+        assert submit(cluster.endpoint, "--no-logs", watch=RUN_ID).fault == (1, "kfp-lost", "--endpoint")
+    finally:
+        end.set()
 
 
 def test_tokens_and_cookies(cluster: Cluster, submit: Submit, tmp_path: Path) -> None:

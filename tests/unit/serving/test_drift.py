@@ -123,11 +123,12 @@ def counted_so(exported, tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def test_counts_of_several_servers_are_added(exported, counted_so) -> None:
+def test_counts_of_several_servers_are_added(exported, counted_so, tmp_path: Path) -> None:
     file = counted_so(1)
     with refuses("too-few-images"):
         enginery("drift", exported.path, "--metrics", file)
-    done = enginery("drift", exported.path, "--metrics", file, "--metrics", file, "--json")
+    (timed := tmp_path / "federated.txt").write_text(file.read_text().replace("\n", " 1795960000000\n"))
+    done = enginery("drift", exported.path, "--metrics", file, "--metrics", timed, "--json")
     found = json.loads(done.output)
     assert (found["num_images"], found["num_validation_images"], found["precision"]) == (240, 120, "int8")
     assert not any(each["drifted"] for each in found["statistics"])
