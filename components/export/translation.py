@@ -44,6 +44,7 @@ from components.common.runtimes.architectures import build_model, load_weights
 from components.common.runtimes.onnx_files import read_onnx
 from components.common.runtimes.onnxruntime import new_session
 from components.common.tasks.translation.evaluation import Pairs, read_pairs
+from components.common.tasks.translation.gpu import room
 from components.common.tasks.translation.predictions import TextPredictions
 from components.common.tasks.translation.runners import (
     ENCODER,
@@ -54,6 +55,7 @@ from components.common.tasks.translation.runners import (
     OpenVinoNetwork,
     Translator,
     batches_by_length,
+    with_room,
 )
 from components.common.tasks.translation.search import Network, padded
 from components.common.tasks.translation.vocabulary import BOS, EOS, PAD, Vocabulary
@@ -217,21 +219,19 @@ class _Step(_Encoder):
 def _examples(network: nn.Module, batch: int, length: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Inputs and outputs of encoder and step by name, each of other sizes: of the first's axes, those are dynamic."""
     source = torch.full((batch, length), EOS + 2)
-    position = torch.zeros(1, dtype=torch.int64)
     with torch.no_grad():
         encoded = network.encode(source)  # type: ignore[operator]
-        tokens = torch.full((batch,), BOS)
-        for _ in range(length):
-            logits, state = network.step(tokens, position, *encoded)  # type: ignore[operator]
-            encoded = (*encoded[:2], state)
+        state = network.empty_state(encoded[0], length + 1)  # type: ignore[operator]
+        inputs = (torch.full((batch,), BOS), torch.zeros(1, dtype=torch.int64), *encoded, state)
+        found = network.step(*inputs)  # type: ignore[operator]
     first = {"source": source, **dict(zip(ENCODER_OUTPUTS, encoded, strict=True))}
-    return first, {"tokens": tokens, "position": position, **first, "logits": logits, "next_state": state}
+    return first, {**first, **dict(zip((*STEP_INPUTS, *STEP_OUTPUTS), (*inputs, *found), strict=True))}
 
 
 def _axes(network: nn.Module) -> dict[str, list[str | int]]:
     """Shapes of the inputs of encoder and step by name, with "batch", "source" and "target" for axes that change."""
     (_, small), (_, large) = _examples(network, 2, 5), _examples(network, 3, 7)
-    names = {(2, 3): "batch", (5, 7): "source", (6, 8): "target"}  # a state holds one token more than it was told
+    names = {(2, 3): "batch", (5, 7): "source", (6, 8): "target"}  # a state's tokens are one more in the examples
     return {
         name: [names.get(pair, pair[0]) for pair in zip(value.shape, large[name].shape, strict=True)]
         for name, value in small.items()
@@ -239,7 +239,7 @@ def _axes(network: nn.Module) -> dict[str, list[str | int]]:
 
 
 def _graphs(network: nn.Module) -> Graphs:
-    """Encoder and step in FP32; batch, length of the source and tokens so far are dynamic."""
+    """Encoder and step in FP32; batch, length of the source and room for the translation are dynamic."""
     network.eval()
     (small, step), (_, large) = _examples(network, 2, 5), _examples(network, 3, 7)
     axes = {}
@@ -261,8 +261,8 @@ def _graphs(network: nn.Module) -> Graphs:
 class _PlanBuilder:
     """Builds plans of encoder and step, for sentences one by one and for batches of fixed sizes where these build.
 
-    TensorRT 8.6 captures no graph where a profile takes batches of several sizes, and chooses kernels again at each
-    new length of the state; but of some fixed sizes it finds no INT8 kernels.
+    TensorRT 8.6 captures no graph where a profile takes batches of several sizes; but of some fixed sizes it finds no
+    INT8 kernels.
     """
 
     config: ExportConfig
@@ -279,7 +279,8 @@ class _PlanBuilder:
             return None
         check_options(config.engine_options)
         usual = int(np.median([len(tokens) for tokens in sentences]))
-        lengths = dict.fromkeys(("source", "target"), (1, usual, max_tokens))
+        rooms = (1, room(usual, max_tokens), room(max_tokens, max_tokens))
+        lengths = {"source": (1, usual, max_tokens), "target": rooms}
         opt, most = min(config.opt_batch, config.max_batch), config.max_batch
         fixed = [(batch, batch, batch) for batch in dict.fromkeys((most, opt, 1))]  # those that fail sooner first
         forms = [fixed, [(2, max(2, opt), most), (1, 1, 1)]] if most > 1 else [fixed]
@@ -376,16 +377,19 @@ class OnnxNetwork:
                 if name not in known
             )
             self._sessions.append(new_session(watched.SerializeToString()))
+        (state,) = (each.shape for each in self._sessions[1].get_inputs() if each.name == "state")
+        self._state_sizes = [size if isinstance(size, int) else None for size in state]
 
     def encode(self, source: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See Network."""
-        memory, mask, state = self._run(0, {"source": source}, ENCODER_OUTPUTS)
-        return memory, mask, state
+        memory, mask = self._run(0, {"source": source}, ENCODER_OUTPUTS)
+        return memory, mask, with_room(None, self._state_sizes, len(source), 0)
 
     def step(
         self, tokens: np.ndarray, position: int, memory: np.ndarray, mask: np.ndarray, state: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """See Network."""
+        state = with_room(state, self._state_sizes, len(tokens), position)
         values = (tokens, np.array([position]), memory, mask, state)
         logits, state = self._run(1, dict(zip(STEP_INPUTS, values, strict=True)), STEP_OUTPUTS)
         return logits, state

@@ -41,6 +41,8 @@ OPTIONAL = {
     "BuilderFlag.TF32": {"10", "11"},
     "BuilderFlag.VERSION_COMPATIBLE": {"10", "11"},
     "HardwareCompatibilityLevel": {"10", "11"},
+    "ICudaEngine.create_execution_context_without_device_memory": {"10"},
+    "ICudaEngine.device_memory_size": {"10"},
     "NetworkDefinitionCreationFlag.EXPLICIT_BATCH": {"10"},
     "NetworkDefinitionCreationFlag.STRONGLY_TYPED": {"10", "11"},
     "PreviewFeature.PROFILE_SHARING_0806": {"10"},

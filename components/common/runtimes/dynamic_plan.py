@@ -1,8 +1,7 @@
 """Plans of networks with several inputs and outputs, whose sizes change from call to call."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ Profile = Mapping[str, tuple[tuple[int, ...], ...]]  # sizes of each input: smal
 class DynamicPlan:
     """Runs a plan on the current CUDA device, on torch's current stream. Not for several threads at once.
 
-    Each optimization profile has an execution context of its own; the first profile that takes the inputs is used.
+    The first optimization profile that takes the inputs is used. All execution contexts share the memory that runs
+    need, as only one is at work.
     """
 
     def __init__(self, plan_path: Path, entry: EngineEntry) -> None:
@@ -35,69 +35,102 @@ class DynamicPlan:
         inputs = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
         self.inputs: Mapping[str, torch.dtype] = {name: dtypes[name] for name in inputs}
         self.outputs: Mapping[str, torch.dtype] = {name: dtypes[name] for name in names if name not in inputs}
-        self._contexts: list[Any] = []
-        stream = torch.cuda.current_stream()
-        for number in range(engine.num_optimization_profiles):
-            context = engine.create_execution_context()
-            context.set_optimization_profile_async(number, stream.cuda_stream)
-            self._contexts.append(context)
-        stream.synchronize()
         self.profiles: Sequence[Profile] = [
             {name: tuple(map(tuple, engine.get_tensor_profile_shape(name, number))) for name in inputs}
             for number in range(engine.num_optimization_profiles)
         ]
         self._engine = engine
+        of_11 = not hasattr(engine, "device_memory_size")
+        size = engine.device_memory_size_v2 if of_11 else engine.device_memory_size
+        self._memory = torch.empty(max(1, size), dtype=torch.uint8, device="cuda")
+        self._contexts = [self._new_context(number) for number in range(len(self.profiles))]
 
-    def run(
-        self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor] = MappingProxyType({})
-    ) -> dict[str, torch.Tensor]:
+    def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Enqueue a run, and return its outputs by name.
 
         Args:
             inputs: on the GPU; those that the plan does not have are left alone.
-            outputs: buffers that outputs are written into, each as large as the output or larger, of its type; others
-                are allocated.
 
         Raises:
             UserError: the plan takes no inputs of these sizes.
             EngineryError: TensorRT fails to run it.
         """
-        given = {name: inputs[name].to(dtype).contiguous() for name, dtype in self.inputs.items()}
-        context = self._context({name: tuple(value.shape) for name, value in given.items()})
-        for name, value in given.items():
-            context.set_input_shape(name, tuple(value.shape))
-            context.set_tensor_address(name, value.data_ptr())
-        found = {}
-        for name, dtype in self.outputs.items():
-            shape = tuple(context.get_tensor_shape(name))
-            buffer = outputs.get(name)
-            if buffer is None:
-                found[name] = torch.empty(shape, dtype=dtype, device="cuda")
-            else:
-                found[name] = prefix(buffer, shape)
-            context.set_tensor_address(name, found[name].data_ptr())
+        given = self._given(inputs)
+        context = self._contexts[self._profile(given)]
+        _set_inputs(context, given)
+        found = {
+            name: torch.empty(tuple(context.get_tensor_shape(name)), dtype=dtype, device="cuda")
+            for name, dtype in self.outputs.items()
+        }
+        self._enqueue(context, found)
+        return found
+
+    def bind(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """Return what enqueues a run on these very tensors; outputs have the sizes and types that `run` returns.
+
+        It has an execution context of its own, which nothing else changes: a CUDA graph may hold what it enqueues, and
+        only so long as the context stays as it was (TensorRT's developer guide on CUDA graphs).
+
+        Raises:
+            UserError: the plan takes no inputs of these sizes.
+        """
+        given = self._given(inputs)
+        context = self._new_context(self._profile(given))
+        _set_inputs(context, given)
+        converted = [(own, inputs[name]) for name, own in given.items() if own is not inputs[name]]
+
+        def run() -> None:
+            for own, value in converted:
+                own.copy_(value)
+            self._enqueue(context, outputs)
+
+        return run
+
+    def _given(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: inputs[name].to(dtype).contiguous() for name, dtype in self.inputs.items()}
+
+    def _new_context(self, profile: int) -> Any:
+        engine = self._engine
+        if hasattr(engine, "create_execution_context_without_device_memory"):
+            context = engine.create_execution_context_without_device_memory()
+        else:
+            trt = load_tensorrt()
+            context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if context is None:
+            errors = tensorrt_logger().take_errors()
+            raise EngineryError(f"no execution context of {self.path.name}: {errors}", code="no-execution-context")
+        context.device_memory = self._memory.data_ptr()
+        stream = torch.cuda.current_stream()
+        context.set_optimization_profile_async(profile, stream.cuda_stream)
+        stream.synchronize()
+        return context
+
+    def _enqueue(self, context: Any, outputs: Mapping[str, torch.Tensor]) -> None:
+        for name in self.outputs:
+            context.set_tensor_address(name, outputs[name].data_ptr())
         if not context.execute_async_v3(torch.cuda.current_stream().cuda_stream):
             raise EngineryError(
                 f"TensorRT failed to run {self.path.name}: {tensorrt_logger().take_errors()}", code="enqueue-failed"
             )
-        return found
 
-    def _context(self, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-        for context, profile in zip(self._contexts, self.profiles, strict=True):
+    def _profile(self, inputs: Mapping[str, torch.Tensor]) -> int:
+        shapes = {name: tuple(value.shape) for name, value in inputs.items()}
+        for number, profile in enumerate(self.profiles):
             if all(
                 len(shape) == len(low := profile[name][0])
                 and all(a <= size <= b for a, size, b in zip(low, shape, profile[name][2], strict=True))
                 for name, shape in shapes.items()
             ):
-                return context
+                return number
         taken = "; ".join(f"{name} {low} to {high}" for name, (low, _, high) in self.profiles[-1].items())
         raise UserError(
-            f"the plan {self.path} takes {taken}, got {dict(shapes)}: translate fewer sentences at once, or export "
-            "with a larger export.max_batch",
+            f"the plan {self.path} takes {taken}, got {shapes}: translate fewer sentences at once, or export with a "
+            "larger export.max_batch",
             code="wrong-batches",
         )
 
 
-def prefix(buffer: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The beginning of a buffer's memory in a shape."""
-    return buffer.view(-1)[: torch.Size(shape).numel()].view(shape)
+def _set_inputs(context: Any, inputs: Mapping[str, torch.Tensor]) -> None:
+    for name, value in inputs.items():
+        context.set_input_shape(name, tuple(value.shape))
+        context.set_tensor_address(name, value.data_ptr())

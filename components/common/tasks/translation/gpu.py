@@ -1,21 +1,20 @@
 """Greedy translation without leaving the GPU: encoder and step as plans, replayed as CUDA graphs where they can be."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from components.common.contracts.errors import EngineryError
-from components.common.runtimes.dynamic_plan import Profile, prefix
-from components.common.tasks.translation.runners import ENCODER_OUTPUTS, STEP_INPUTS, STEP_OUTPUTS
+from components.common.runtimes.dynamic_plan import Profile
+from components.common.tasks.translation.runners import ENCODER_OUTPUTS, STEP_INPUTS, state_shape
 from components.common.tasks.translation.search import longest_translations
 from components.common.tasks.translation.vocabulary import BOS, EOS, PAD
 
 _LENGTHS = 8  # sources are padded to multiples of it, so that graphs fit more of them
 _MOST_SIZES = 64  # of batches whose graphs are kept, the latest
-_STEPS_BETWEEN = 4  # looks at whether all sentences have ended, for each of which the host waits
+STEPS = 4  # in a graph; behind them the host waits, to see whether all sentences have ended
 
 
 class Graph(Protocol):
@@ -24,10 +23,12 @@ class Graph(Protocol):
     inputs: Mapping[str, torch.dtype]
     profiles: Sequence[Profile]
 
-    def run(
-        self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor] = ...
-    ) -> dict[str, torch.Tensor]:
-        """See DynamicPlan.run."""
+    def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """See DynamicPlan."""
+        ...
+
+    def bind(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """See DynamicPlan."""
         ...
 
 
@@ -45,17 +46,24 @@ class GpuNetwork:
         self.torch_device = device
         self.device = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self.uncapturable: set[int] = set()  # of encoder and steps, -1 and 0, those that no graph can hold
+        self.uncapturable: set[str] = set()  # of "encoder" and "step", those that no graph can hold
         limits = [profile["source"] for profile in encoder.profiles]
         self._sizes = [(low[0], high[0]) for low, _, high in limits]  # of batches, smallest and largest
+        low, _, high = step.profiles[0]["state"]
+        self._state_sizes = [a if a == b else None for a, b in zip(low, high, strict=True)]
         self._batches: dict[tuple[int, int], _Batch] = {}
 
     def encode(self, source: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """See Network; on the device."""
+        """See Network; on the device. The state has room for the longest translation."""
         num_rows, rows = len(source), self._rows(len(source))
         found = self.encoder.run({"source": torch.from_numpy(source[rows]).to(self.torch_device)})
-        memory, mask, state = (found[name] for name in ENCODER_OUTPUTS)
-        return memory[:, :num_rows], mask[:num_rows], state[:, :num_rows]
+        memory, mask = (found[name] for name in ENCODER_OUTPUTS)
+        return memory[:, :num_rows], mask[:num_rows], self.empty_state(num_rows, source.shape[1])
+
+    def empty_state(self, batch: int, length: int) -> torch.Tensor:
+        """With room for the translations of `batch` sentences of so many tokens."""
+        shape = state_shape(self._state_sizes, batch, room(length, self.max_tokens))
+        return torch.zeros(shape, dtype=self.step_graph.inputs["state"], device=self.torch_device)
 
     def step(
         self, tokens: np.ndarray, position: int, memory: torch.Tensor, mask: torch.Tensor, state: torch.Tensor
@@ -91,79 +99,75 @@ class GpuNetwork:
         return np.arange(size) % num_rows if size > num_rows else slice(None)
 
 
+def room(length: int, max_tokens: int) -> int:
+    """Tokens that whole graphs find of sentences of so many tokens, a few more than the longest translation has."""
+    (longest,) = longest_translations(np.full((1, length), BOS), max_tokens)
+    return -(-int(longest) // STEPS) * STEPS
+
+
 class _Batch:
-    """Buffers of so many sentences of one length, and a graph of the encoder and of each step."""
+    """Buffers of so many sentences of one length, with the encoder and some steps as CUDA graphs on them."""
 
     def __init__(self, network: GpuNetwork, batch: int, length: int) -> None:
         self._network, device = network, network.torch_device
-        number = network.encoder.inputs["source"]
-        self._source = torch.full((batch, length), PAD, dtype=number, device=device)
-        encoded = network.encoder.run({"source": self._source})
-        self._memory, self._mask, first = (encoded[name] for name in ENCODER_OUTPUTS)
-        self._positions = torch.arange(network.max_tokens, device=device)
-        self._found = torch.full((network.max_tokens + 1, batch), BOS, device=device)  # [0] is what each begins with
+        self._source = torch.full((batch, length), PAD, device=device)
+        self._num_tokens = room(length, network.max_tokens)
+        self._place = torch.zeros(1, dtype=torch.int64, device=device)
+        self._tokens = torch.full((batch,), BOS, device=device)
+        self._found = torch.full((self._num_tokens, batch), PAD, device=device)
         self._ended = torch.zeros(batch, dtype=torch.bool, device=device)
         self._limits = torch.zeros(batch, dtype=torch.int64, device=device)  # tokens of the longest translations
-        self._first_shape = tuple(first.shape)
-        second = self._run_step(0, first)
-        self._growth = tuple(b - a for a, b in zip(first.shape, second["next_state"].shape, strict=True))
-        largest = max(torch.Size(self._state_shape(tokens)).numel() for tokens in (0, network.max_tokens))
-        self._states = [torch.empty(largest, dtype=first.dtype, device=device) for _ in range(2)]
-        self._logits = second["logits"]
-        self._ran: set[int] = set()
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        encoded = network.encoder.run({"source": self._source})
+        self._states = [network.empty_state(batch, length) for _ in range(2)]
+        fixed = (self._tokens, self._place, *(encoded[name] for name in ENCODER_OUTPUTS))
+        odd, even = (dict(zip(STEP_INPUTS, (*fixed, state), strict=True)) for state in self._states)
+        self._logits = network.step_graph.run(odd)["logits"]
+        pairs = ((odd, even["state"]), (even, odd["state"]))
+        steps = [network.step_graph.bind(own, {"logits": self._logits, "next_state": other}) for own, other in pairs]
+        self._steps = steps * (STEPS // 2)
+        self._encode = self._captured("encoder", network.encoder.bind({"source": self._source}, encoded))
+        self._go_on = self._captured("step", self._some_steps)
 
     def translate(self, source: np.ndarray) -> np.ndarray:
         """See GpuNetwork.greedy; of so many sentences or fewer. Rows behind them are PAD, and ended from the start."""
-        num_rows = len(source)
+        num_rows, done = len(source), 0
         self._source.fill_(PAD)
         self._source[:num_rows, : source.shape[1]] = torch.from_numpy(source).to(self._source)
         self._ended.fill_(True)
         self._ended[:num_rows] = False
         self._limits[:num_rows] = torch.from_numpy(longest_translations(source, self._network.max_tokens))
-        self._do(-1, self._encode)
-        position = 0
-        for position in range(self._network.max_tokens):
-            self._do(position, partial(self._step, position))
-            if position % _STEPS_BETWEEN == _STEPS_BETWEEN - 1 and bool(self._ended.all()):
+        self._place.zero_()
+        self._tokens.fill_(BOS)
+        self._states[0].zero_()
+        self._encode()
+        while done < self._num_tokens:
+            self._go_on()
+            done += STEPS
+            if bool(self._ended.all()):
                 break
-        return self._found[1 : position + 2, :num_rows].T.cpu().numpy()
+        return self._found[:done, :num_rows].T.cpu().numpy()
 
-    def _state_shape(self, num_tokens: int) -> tuple[int, ...]:
-        return tuple(a + num_tokens * more for a, more in zip(self._first_shape, self._growth, strict=True))
+    def _some_steps(self) -> None:
+        for step in self._steps:
+            step()
+            tokens = torch.where(self._ended, PAD, self._logits.argmax(dim=1))
+            self._found.index_copy_(0, self._place, tokens[None])
+            self._tokens.copy_(tokens)
+            self._place += 1
+            self._ended |= (tokens == EOS) | (self._limits <= self._place)
 
-    def _encode(self) -> None:
-        buffers = (self._memory, self._mask, self._states[0])
-        self._network.encoder.run({"source": self._source}, dict(zip(ENCODER_OUTPUTS, buffers, strict=True)))
-
-    def _step(self, position: int) -> None:
-        state = prefix(self._states[position % 2], self._state_shape(position))
-        buffers = (self._logits, self._states[(position + 1) % 2])
-        found = self._run_step(position, state, dict(zip(STEP_OUTPUTS, buffers, strict=True)))
-        tokens = torch.where(self._ended, PAD, found["logits"].argmax(dim=1))
-        self._found[position + 1] = tokens
-        self._ended |= (tokens == EOS) | (self._limits <= position + 1)
-
-    def _run_step(
-        self, position: int, state: torch.Tensor, outputs: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, torch.Tensor]:
-        place = self._positions[position : position + 1]
-        values = (self._found[position], place, self._memory, self._mask, state)
-        return self._network.step_graph.run(dict(zip(STEP_INPUTS, values, strict=True)), outputs or {})
-
-    def _do(self, key: int, work: Callable[[], None]) -> None:
-        """Do work at once, and from its third time on by its graph, where TensorRT lets the plan be captured."""
-        graph = self._graphs.get(key)
-        if graph is not None:
-            graph.replay()
-            return
-        work()  # TensorRT wants one run of a size before it can be captured
-        if key in self._ran and self._network.pool is not None and min(key, 0) not in self._network.uncapturable:
-            graph = torch.cuda.CUDAGraph()
-            try:
-                with torch.cuda.graph(graph, pool=self._network.pool, capture_error_mode="thread_local"):
-                    work()
-                self._graphs[key] = graph
-            except (EngineryError, RuntimeError):  # such as loops, or kernels of 8.6 for sizes that change
-                self._network.uncapturable.add(min(key, 0))
-        self._ran.add(key)
+    def _captured(self, name: str, work: Callable[[], None]) -> Callable[[], None]:
+        """The work as a CUDA graph, where TensorRT lets the plan be captured, once it has run."""
+        if self._network.pool is None or name in self._network.uncapturable:
+            return work
+        self._place.zero_()
+        work()
+        self._place.zero_()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._network.pool, capture_error_mode="thread_local"):
+                work()
+        except (EngineryError, RuntimeError):  # such as loops, or kernels of 8.6 for sizes that change
+            self._network.uncapturable.add(name)
+            return work
+        return graph.replay

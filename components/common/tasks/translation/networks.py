@@ -5,7 +5,11 @@ before in its state. Both ways compute the same. What `encode` returns and `step
 
 - memory [M, B, ...]: what a step reads of the sources, of any kind, the batch in the second axis;
 - mask [B, S] float: 0 for tokens, a large negative number behind a sentence's end;
-- state [N, B, ...]: what a step knows of the tokens before.
+
+and what a step takes and returns, zeros before the first one (`empty_state`):
+
+- state [N, B, ...]: what a step knows of the tokens before. Its sizes stay: it has room for all tokens of a translation
+  from the start, so that all steps are alike.
 """
 
 import math
@@ -20,7 +24,7 @@ from components.common.tasks.translation.vocabulary import PAD
 
 MAX_POSITIONS = 1024  # tokens of a sentence that the Transformer tells apart
 _MASKED = -1e4  # added to the attention's scores; FP16 holds it, and its exponential is zero
-State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # memory, mask, state
+Encoded = tuple[torch.Tensor, torch.Tensor]  # memory, mask
 
 
 def _mask(source: torch.Tensor) -> torch.Tensor:
@@ -86,14 +90,14 @@ class _DecoderLayer(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        before: torch.Tensor,
         own_mask: torch.Tensor,
         memory: torch.Tensor,
         source_mask: torch.Tensor,
+        join: Callable[[torch.Tensor], torch.Tensor] = lambda read: read,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """X [B, T, width] and what was read of the tokens before -> [B, T, width], and with what was read of these."""
+        """X [B, T, width] -> [B, T, width], and what was read of it, by `join` with that of the tokens before."""
         normed = self.norms[0](x)
-        read = torch.cat([before, self.own.read(normed)], dim=3)
+        read = join(self.own.read(normed))
         x = x + self.dropout(self.own(normed, read, own_mask))
         x = x + self.dropout(self.source(self.norms[1](x), memory, source_mask))
         return x + self.dropout(self.feed_forward(self.norms[2](x))), read
@@ -113,20 +117,22 @@ class Transformer(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.dropout = nn.Dropout(dropout)
         self.positions: torch.Tensor
+        self.places: torch.Tensor
         self.register_buffer("positions", _positions(width), persistent=False)
+        self.register_buffer("places", torch.arange(MAX_POSITIONS), persistent=False)
 
-    def encode(self, source: torch.Tensor) -> State:
-        """[B, S] int64 -> memory [2 x layers, B, heads, S, width / heads], mask, and a state of no token.
-
-        That is a key of zeros with a value of zeros, which all that follow may read, too: the state is never empty.
-        """
+    def encode(self, source: torch.Tensor) -> Encoded:
+        """[B, S] int64 -> memory [2 x layers, B, heads, S, width / heads], mask."""
         mask = _mask(source)
         x = self.dropout(self.embedding(source) * self.scale + self.positions[: source.shape[1]])
         for layer in self.encoder:
             x = layer(x, mask[:, None, None])
         x = self.norms[0](x)
-        memory = torch.cat([cast(_DecoderLayer, layer).source.read(x) for layer in self.decoder])
-        return memory, mask, torch.zeros_like(memory[:, :, :, :1])
+        return torch.cat([cast(_DecoderLayer, layer).source.read(x) for layer in self.decoder]), mask
+
+    def empty_state(self, memory: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """[2 x layers, B, heads, num_tokens, width / heads]: keys and values of the tokens of a translation."""
+        return memory.new_zeros(*memory.shape[:3], num_tokens, memory.shape[4])
 
     def step(
         self,
@@ -137,17 +143,23 @@ class Transformer(nn.Module):
         state: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [B] int64 at `position` [1] int64 -> logits [B, V] of the next ones, and the state with these."""
-        place = self.positions.index_select(0, position)
-        x, state = self._decode(tokens[:, None], place, memory, mask, state, torch.zeros(1, 1, 1, 1))
-        return self._logits(x[:, 0]), state
+        places = self.places[: state.shape[3]]
+        own_mask, is_here = (places > position).float() * _MASKED, (places == position)[:, None]
+
+        def written(layer: int, read: torch.Tensor) -> torch.Tensor:
+            before = state[2 * layer : 2 * layer + 2]
+            return torch.where(is_here, read.to(before.dtype), before)
+
+        position_row = self.positions.index_select(0, position)
+        x, states = self._decode(tokens[:, None], position_row, memory, mask, own_mask, written)
+        return self._logits(x[:, 0]), torch.cat(states)
 
     def forward(self, pairs: torch.Tensor) -> torch.Tensor:
         """[B, 2, L] int64, sources and the targets' tokens before each -> logits [B, L, V]."""
-        memory, mask, state = self.encode(pairs[:, 0])
+        memory, mask = self.encode(pairs[:, 0])
         length = pairs.shape[2]
         later = torch.ones(length, length, device=pairs.device).triu(1) * _MASKED
-        own_mask = nn.functional.pad(later, (1, 0))[None, None]  # everything may read the key of zeros
-        return self._logits(self._decode(pairs[:, 1], self.positions[:length], memory, mask, state, own_mask)[0])
+        return self._logits(self._decode(pairs[:, 1], self.positions[:length], memory, mask, later)[0])
 
     def _decode(
         self,
@@ -155,16 +167,17 @@ class Transformer(nn.Module):
         positions: torch.Tensor,
         memory: torch.Tensor,
         mask: torch.Tensor,
-        state: torch.Tensor,
         own_mask: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        join: Callable[[int, torch.Tensor], torch.Tensor] = lambda layer, read: read,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Tokens [B, T], own_mask [T or 1, R] -> [B, T, width], and of each layer what it read and joined."""
         x = self.dropout(self.embedding(tokens) * self.scale + positions)
-        states = []
+        own_mask, reads = own_mask.to(x), []
         for index, layer in enumerate(self.decoder):
             own = slice(2 * index, 2 * index + 2)
-            x, read = layer(x, state[own].to(x.dtype), own_mask.to(x), memory[own], mask[:, None, None])
-            states.append(read)
-        return self.norms[1](x), torch.cat(states)
+            x, read = layer(x, own_mask, memory[own], mask[:, None, None], partial(join, index))
+            reads.append(read)
+        return self.norms[1](x), reads
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.embedding.weight)
@@ -187,8 +200,8 @@ class AttentionLstm(nn.Module):
         self.joined = nn.Linear(2 * width, width)
         self.dropout = nn.Dropout(dropout)
 
-    def encode(self, source: torch.Tensor) -> State:
-        """[B, S] int64 -> memory [1, B, S, width], mask, and a state [2 x layers, B, width] of zeros."""
+    def encode(self, source: torch.Tensor) -> Encoded:
+        """[B, S] int64 -> memory [1, B, S, width], mask."""
         mask = _mask(source)
         x = self.dropout(self.embedding(source) * self.scale)
         # Sentences are reversed each within its own length, so that what pads them changes nothing.
@@ -197,9 +210,11 @@ class AttentionLstm(nn.Module):
         reverse = torch.where(places < lengths, lengths - 1 - places, places)[..., None]
         onward = self.onward(x)[0]
         backward = self.backward_(x.gather(1, reverse.expand_as(x)))[0]
-        memory = torch.cat([onward, backward.gather(1, reverse.expand_as(backward))], dim=2)
-        state = mask.new_zeros(2 * self.decoder.num_layers, source.shape[0], memory.shape[2])
-        return memory[None], mask, state
+        return torch.cat([onward, backward.gather(1, reverse.expand_as(backward))], dim=2)[None], mask
+
+    def empty_state(self, memory: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """[2 x layers, B, width]; it holds any number of tokens."""
+        return memory.new_zeros(2 * self.decoder.num_layers, memory.shape[1], memory.shape[3])
 
     def step(
         self,
@@ -227,7 +242,7 @@ class AttentionLstm(nn.Module):
 
     def forward(self, pairs: torch.Tensor) -> torch.Tensor:
         """See Transformer.forward."""
-        memory, mask, _ = self.encode(pairs[:, 0])
+        memory, mask = self.encode(pairs[:, 0])
         x = self.decoder(self.dropout(self.embedding(pairs[:, 1]) * self.scale))[0]
         return self._logits(self._attend(x, memory, mask))
 

@@ -16,10 +16,31 @@ from components.common.tasks.translation.search import Network, padded, search
 from components.common.tasks.translation.vocabulary import Vocabulary
 
 ENCODER = "{}_encoder"  # name of a precision's encoder in a bundle; the step has the precision's own
-ENCODER_INPUTS, ENCODER_OUTPUTS = ("source",), ("memory", "mask", "state")
-STEP_INPUTS, STEP_OUTPUTS = ("tokens", "position", *ENCODER_OUTPUTS), ("logits", "next_state")
+ENCODER_INPUTS, ENCODER_OUTPUTS = ("source",), ("memory", "mask")
+STEP_INPUTS, STEP_OUTPUTS = ("tokens", "position", *ENCODER_OUTPUTS, "state"), ("logits", "next_state")
 BATCH_SIZE = 32  # sentences
+_ROOM = 8  # tokens by which a state gets larger
 MAX_PIECE = 16  # characters that a token of SentencePiece stands for at most
+
+
+def state_shape(sizes: Sequence[int | None], batch: int, num_tokens: int) -> tuple[int, ...]:
+    """Shape of a step's state, whose `sizes` are None where they change: see networks.py."""
+    return tuple(batch if axis == 1 else num_tokens if size is None else size for axis, size in enumerate(sizes))
+
+
+def with_room(state: np.ndarray | None, sizes: Sequence[int | None], batch: int, position: int) -> np.ndarray:
+    """The state of a step, None before the first, with room for a token at `position`: for a few more at a time.
+
+    Processors copy all of the state in each step, so that room for the longest translation would cost them most.
+    """
+    if state is not None and all(
+        own > position for own, size in zip(state.shape[2:], sizes[2:], strict=True) if size is None
+    ):
+        return state
+    wider = np.zeros(state_shape(sizes, batch, position + _ROOM), np.float32)
+    if state is not None:
+        wider[tuple(map(slice, state.shape))] = state
+    return wider
 
 
 class OpenVinoNetwork:
@@ -37,18 +58,21 @@ class OpenVinoNetwork:
         self._encoder = compile_file(encoder, latency).create_infer_request()
         compiled = compile_file(step, latency)
         self._step = compiled.create_infer_request()
-        self._inputs = {name for port in compiled.inputs for name in port.get_names()}
+        self._inputs = {name: port for port in compiled.inputs for name in port.get_names()}
+        sizes = self._inputs["state"].get_partial_shape()
+        self._state_sizes = [None if size.is_dynamic else size.get_length() for size in sizes]
 
     def encode(self, source: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See Network."""
         found = self._encoder.infer({"source": source})
-        memory, mask, state = (np.array(found[name]) for name in ENCODER_OUTPUTS)
-        return memory, mask, state
+        memory, mask = (np.array(found[name]) for name in ENCODER_OUTPUTS)
+        return memory, mask, with_room(None, self._state_sizes, len(source), 0)
 
     def step(
         self, tokens: np.ndarray, position: int, memory: np.ndarray, mask: np.ndarray, state: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """See Network."""
+        state = with_room(state, self._state_sizes, len(tokens), position)
         values = zip(STEP_INPUTS, (tokens, np.array([position]), memory, mask, state), strict=True)
         # An LSTM knows the position by its state.
         found = self._step.infer({name: value for name, value in values if name in self._inputs}, share_inputs=True)

@@ -1,7 +1,6 @@
 """Search on a device, on the CPU here: buffers of its steps, and batches that are filled up, change no translation."""
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch import nn
 
 from components.common.contracts.errors import UserError
 from components.common.runtimes.architectures import build_model
-from components.common.runtimes.dynamic_plan import Profile, prefix
+from components.common.runtimes.dynamic_plan import Profile
 from components.common.tasks.translation.gpu import GpuNetwork
 from components.common.tasks.translation.runners import ENCODER_INPUTS, ENCODER_OUTPUTS, STEP_INPUTS, STEP_OUTPUTS
 from components.common.tasks.translation.search import padded, search
@@ -27,26 +26,37 @@ FIXED: Batches = ((1, 1), (4, 4), (16, 16))
 
 
 class TorchGraph:
-    """Encoder or step of a network, as plans run: outputs are written into the buffers that are given."""
+    """Encoder or step of a network, as plans run: those that are bound write into the buffers that are given."""
 
     def __init__(
-        self, call: Callable[..., Any], names: tuple[str, ...], outputs: tuple[str, ...], batches: Batches
+        self,
+        call: Callable[..., Any],
+        names: tuple[str, ...],
+        outputs: tuple[str, ...],
+        batches: Batches,
+        state: Sequence[str | int],
     ) -> None:
         self.call, self.names, self.output_names, self.batches = call, names, outputs, batches
-        self.inputs: Mapping[str, torch.dtype] = dict.fromkeys(names, torch.int64)
-        self.profiles: Sequence[Profile] = [{names[0]: ((low,), (high,), (high,))} for low, high in batches]
+        self.inputs: Mapping[str, torch.dtype] = {**dict.fromkeys(names, torch.int64), "state": torch.float32}
+        low, high = (tuple(own if isinstance(size, str) else size for size in state) for own in (1, 99))
+        self.profiles: Sequence[Profile] = [
+            {names[0]: ((small,), (large,), (large,)), "state": (low, high, high)} for small, large in batches
+        ]
 
-    def run(
-        self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor] = MappingProxyType({})
-    ) -> dict[str, torch.Tensor]:
+    def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         batch = len(inputs[self.names[0]])
         if not any(low <= batch <= high for low, high in self.batches):
             raise UserError(f"no profile takes {batch} sentences", code="wrong-batches")
         with torch.no_grad():
-            found = dict(zip(self.output_names, self.call(*(inputs[name] for name in self.names)), strict=True))
-        for name, buffer in outputs.items():
-            found[name] = prefix(buffer, tuple(found[name].shape)).copy_(found[name])
-        return found
+            return dict(zip(self.output_names, self.call(*(inputs[name] for name in self.names)), strict=True))
+
+    def bind(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        def run() -> None:
+            for name, found in self.run(inputs).items():
+                assert found.shape == outputs[name].shape
+                outputs[name].copy_(found)
+
+        return run
 
 
 @pytest.fixture(params=["transformer_small", "lstm_small"])
@@ -61,8 +71,9 @@ def network(request: pytest.FixtureRequest, module: nn.Module) -> GpuNetwork:
 
 
 def on_cpu(module: nn.Module, batches: Batches) -> GpuNetwork:
-    encoder = TorchGraph(module.encode, ENCODER_INPUTS, ENCODER_OUTPUTS, batches)
-    step = TorchGraph(module.step, STEP_INPUTS, STEP_OUTPUTS, batches)
+    state = _axes(module)["state"]
+    encoder = TorchGraph(module.encode, ENCODER_INPUTS, ENCODER_OUTPUTS, batches, state)
+    step = TorchGraph(module.step, STEP_INPUTS, STEP_OUTPUTS, batches, state)
     return GpuNetwork(encoder, step, max_tokens=MAX_TOKENS, device=torch.device("cpu"))
 
 
@@ -98,7 +109,7 @@ def test_beams_keep_their_state_on_the_device(network: GpuNetwork, module: nn.Mo
 
 
 def test_rows_that_fill_a_batch_do_not_delay_its_end(network: GpuNetwork) -> None:
-    assert network.greedy(padded([SOURCES[2]] * 3)).shape == (3, 21)
+    assert network.greedy(padded([SOURCES[2]] * 3)).shape == (3, 24)  # 21, and whole graphs
     assert network.greedy(padded([SOURCES[1]] * 2)).shape == (2, 16)  # where the third row was, no sentence is
 
 

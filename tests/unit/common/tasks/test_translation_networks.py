@@ -24,7 +24,8 @@ class Torch:
 
     @torch.no_grad()
     def encode(self, source: np.ndarray) -> tuple[np.ndarray, ...]:
-        return tuple(each.numpy() for each in self.model.encode(torch.from_numpy(source)))
+        memory, mask = self.model.encode(torch.from_numpy(source))
+        return tuple(each.numpy() for each in (memory, mask, self.model.empty_state(memory, 24)))
 
     @torch.no_grad()
     def step(self, tokens: np.ndarray, position: int, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
