@@ -73,7 +73,8 @@ def drift(
 
     served = find_baseline(model, precision)
     now, before = (
-        [counts_of(read_metrics(each, timeout), each, served) for each in places] for places in (metrics, since)
+        [counts_of(read_metrics(each, timeout), each, served) for each in dict.fromkeys(places)]
+        for places in (metrics, since)
     )
     result = compare(served, now, before)
     if html is not None:

@@ -357,7 +357,8 @@ def prepare_directory(path: Path) -> Path:
             setting="--output",
         ) from None
     if occupied is not None:
-        message = f"the output directory {path} is not empty (it holds {occupied.name}); name another or empty it"
+        left = "" if (path / MANIFEST).exists() else " and no artifact: perhaps the rest of a run that was killed"
+        message = f"the output directory {path} is not empty (it holds {occupied.name}{left}); name another or empty it"
         raise UserError(message, code="output-not-empty", setting="--output")
     return path
 

@@ -21,7 +21,7 @@ from components.common.contracts.records import (
     Record,
     with_new_names,
 )
-from components.common.contracts.settings import StepConfig
+from components.common.contracts.settings import StepConfig, how_to_set
 from components.common.contracts.statistics import NOTHING_PCT, chance_of, is_above_chance
 
 _DIGITS = 9  # percentages carry rounding noise (100 * 0.29 < 29); a value of exactly the threshold passes
@@ -453,7 +453,7 @@ def remedy(thresholds: Thresholds, accuracy: AccuracyReport, checks: Sequence[Ga
     limits = ", ".join(f"gate.{CHECKS[check.name].setting}" for check in missing)
     return (
         f"{more if decided_by_more else 'Allow'} a larger drop ({limits}), or take the measured drop "
-        "without a proof (--set gate.confident=false)"
+        f"without a proof: {how_to_set('gate', 'confident', 'false')}"
     )
 
 

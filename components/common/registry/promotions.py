@@ -11,7 +11,7 @@ from components.common.contracts.statistics import mcnemar, paired_difference
 if TYPE_CHECKING:
     import numpy as np
 
-CHAMPION, CANDIDATE = "champion", "candidate"
+CHAMPION = "champion"
 
 _ALIAS = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _RESERVED = re.compile(r"latest|v[0-9]+", re.IGNORECASE)

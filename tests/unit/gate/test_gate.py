@@ -96,7 +96,8 @@ def test_what_failed_and_what_could_not_be_told_are_said_apart(tmp_path: Path) -
 def test_too_little_evidence_and_slow_int8_fail_with_advice(tmp_path: Path) -> None:
     said, verdict = judged(report(tmp_path / "few", compared_row(3)))
     assert said.startswith("gate-failed: INT8 did not pass: not enough evidence: top-1 drop 0.30, ")
-    advice = "allow a larger drop (gate.{}), or take the measured drop without a proof (--set gate.confident=false)"
+    advice = "allow a larger drop (gate.{}), or take the measured drop without a proof: --set gate.confident=false "
+    advice += "(python -m components.gate: --confident false)"
     assert said.endswith(advice.format("max_drop_points"))
     assert (verdict.passed, verdict.checks[0].verdict, verdict.recommendation) == (False, "not enough evidence", None)
     assert verdict.word == "not enough evidence"
