@@ -69,7 +69,8 @@ class DynamicPlan:
         """Return what enqueues a run on these very tensors; outputs have the sizes and types that `run` returns.
 
         It has an execution context of its own, which nothing else changes: a CUDA graph may hold what it enqueues, and
-        only so long as the context stays as it was (TensorRT's developer guide on CUDA graphs).
+        only so long as the context stays as it was (TensorRT's developer guide on CUDA graphs). Such a graph holds
+        addresses alone, so what is returned, which keeps context and tensors, has to live as long.
 
         Raises:
             UserError: the plan takes no inputs of these sizes.
@@ -77,11 +78,11 @@ class DynamicPlan:
         given = self._given(inputs)
         context = self._new_context(self._profile(given))
         _set_inputs(context, given)
-        converted = [(own, inputs[name]) for name, own in given.items() if own is not inputs[name]]
 
         def run() -> None:
-            for own, value in converted:
-                own.copy_(value)
+            for name, own in given.items():
+                if own is not inputs[name]:
+                    own.copy_(inputs[name])
             self._enqueue(context, outputs)
 
         return run

@@ -89,6 +89,24 @@ class GpuNetwork:
             del self._batches[next(iter(self._batches))]
         return batch.translate(source)
 
+    def capture(self, name: str, work: Callable[[], None]) -> Callable[[], None] | None:
+        """Do the work, and return its replay as a CUDA graph; None where TensorRT can't capture the plan `name`.
+
+        What the work refers to has to live as long as the replay.
+        """
+        if self.pool is None or name in self.uncapturable:
+            return None
+        work()  # TensorRT wants one run of a context before it is captured
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                work()
+        except (EngineryError, RuntimeError):  # such as loops, or kernels of 8.6 for sizes that change
+            self.uncapturable.add(name)
+            self.pool = torch.cuda.graph_pool_handle()  # torch may take the other one for in use from now on
+            return None
+        return graph.replay
+
     def _size(self, num_rows: int) -> int:
         """Rows of the smallest batch that a profile takes and that holds so many; as many, where there is none."""
         return min((max(low, num_rows) for low, high in self._sizes if num_rows <= high), default=num_rows)
@@ -109,7 +127,7 @@ class _Batch:
     """Buffers of so many sentences of one length, with the encoder and some steps as CUDA graphs on them."""
 
     def __init__(self, network: GpuNetwork, batch: int, length: int) -> None:
-        self._network, device = network, network.torch_device
+        device, self._max_tokens = network.torch_device, network.max_tokens
         self._source = torch.full((batch, length), PAD, device=device)
         self._num_tokens = room(length, network.max_tokens)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
@@ -125,8 +143,9 @@ class _Batch:
         pairs = ((odd, even["state"]), (even, odd["state"]))
         steps = [network.step_graph.bind(own, {"logits": self._logits, "next_state": other}) for own, other in pairs]
         self._steps = steps * (STEPS // 2)
-        self._encode = self._captured("encoder", network.encoder.bind({"source": self._source}, encoded))
-        self._go_on = self._captured("step", self._some_steps)
+        self._encode = network.encoder.bind({"source": self._source}, encoded)
+        self._replay_encode = network.capture("encoder", self._encode)
+        self._replay_steps = network.capture("step", self._some_steps)
 
     def translate(self, source: np.ndarray) -> np.ndarray:
         """See GpuNetwork.greedy; of so many sentences or fewer. Rows behind them are PAD, and ended from the start."""
@@ -135,13 +154,13 @@ class _Batch:
         self._source[:num_rows, : source.shape[1]] = torch.from_numpy(source).to(self._source)
         self._ended.fill_(True)
         self._ended[:num_rows] = False
-        self._limits[:num_rows] = torch.from_numpy(longest_translations(source, self._network.max_tokens))
+        self._limits[:num_rows] = torch.from_numpy(longest_translations(source, self._max_tokens))
         self._place.zero_()
         self._tokens.fill_(BOS)
         self._states[0].zero_()
-        self._encode()
+        (self._replay_encode or self._encode)()
         while done < self._num_tokens:
-            self._go_on()
+            (self._replay_steps or self._some_steps)()
             done += STEPS
             if bool(self._ended.all()):
                 break
@@ -155,19 +174,3 @@ class _Batch:
             self._tokens.copy_(tokens)
             self._place += 1
             self._ended |= (tokens == EOS) | (self._limits <= self._place)
-
-    def _captured(self, name: str, work: Callable[[], None]) -> Callable[[], None]:
-        """The work as a CUDA graph, where TensorRT lets the plan be captured, once it has run."""
-        if self._network.pool is None or name in self._network.uncapturable:
-            return work
-        self._place.zero_()
-        work()
-        self._place.zero_()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self._network.pool, capture_error_mode="thread_local"):
-                work()
-        except (EngineryError, RuntimeError):  # such as loops, or kernels of 8.6 for sizes that change
-            self._network.uncapturable.add(name)
-            return work
-        return graph.replay

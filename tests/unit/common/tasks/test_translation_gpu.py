@@ -1,6 +1,9 @@
 """Search on a device, on the CPU here: buffers of its steps, and batches that are filled up, change no translation."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,7 @@ from torch import nn
 
 from components.common.contracts.errors import UserError
 from components.common.runtimes.architectures import build_model
-from components.common.runtimes.dynamic_plan import Profile
+from components.common.runtimes.dynamic_plan import DynamicPlan, Profile
 from components.common.tasks.translation.gpu import GpuNetwork
 from components.common.tasks.translation.runners import ENCODER_INPUTS, ENCODER_OUTPUTS, STEP_INPUTS, STEP_OUTPUTS
 from components.common.tasks.translation.search import padded, search
@@ -37,6 +40,7 @@ class TorchGraph:
         state: Sequence[str | int],
     ) -> None:
         self.call, self.names, self.output_names, self.batches = call, names, outputs, batches
+        self.bound: list[weakref.ref[Callable[[], None]]] = []
         self.inputs: Mapping[str, torch.dtype] = {**dict.fromkeys(names, torch.int64), "state": torch.float32}
         low, high = (tuple(own if isinstance(size, str) else size for size in state) for own in (1, 99))
         self.profiles: Sequence[Profile] = [
@@ -56,6 +60,7 @@ class TorchGraph:
                 assert found.shape == outputs[name].shape
                 outputs[name].copy_(found)
 
+        self.bound.append(weakref.ref(run))
         return run
 
 
@@ -117,6 +122,57 @@ def test_more_sentences_than_a_profile_takes_are_refused(network: GpuNetwork) ->
     for beam_size in (1, 2):
         with refuses("wrong-batches"):
             search(network, padded(SOURCES * 6), beam_size=beam_size, max_tokens=MAX_TOKENS)
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Pools of what was captured: a graph that holds nothing, as CUDA's; of the pool "broken" none is made."""
+    pools: list[Any] = []
+
+    def graph(graph: Any, *, pool: Any, capture_error_mode: str) -> nullcontext[None]:
+        pools.append(pool)
+        if pool == "broken":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    return pools
+
+
+def test_what_graphs_refer_to_lives_as_long_as_they_do(module: nn.Module, captures: list[Any]) -> None:
+    network = on_cpu(module, FIXED)
+    network.pool = (0, 1)
+    network.greedy(padded(SOURCES))
+    bound = [reference for plan in (network.encoder, network.step_graph) for reference in plan.bound]
+    assert captures == [(0, 1)] * 2
+    assert len(bound) == 3
+    assert all(reference() is not None for reference in bound)
+    del network  # and no longer: their memory comes back at once
+    assert all(reference() is None for reference in bound)
+
+
+def test_a_capture_that_broke_off_leaves_its_pool_to_no_other(module: nn.Module, captures: list[Any]) -> None:
+    network = on_cpu(module, FIXED)
+    network.pool = "broken"
+    network.greedy(padded(SOURCES))
+    assert captures[0] == "broken" != captures[1]
+    assert network.uncapturable == {"encoder"}
+
+
+def test_what_a_plan_is_bound_to_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = SimpleNamespace(set_input_shape=lambda *_: None, set_tensor_address=lambda *_: None)
+    monkeypatch.setattr(DynamicPlan, "_new_context", lambda *_: context)
+    plan = DynamicPlan.__new__(DynamicPlan)
+    plan.inputs = {"source": torch.int32, "memory": torch.float32}  # 8.6 has no int64
+    plan.profiles = [dict.fromkeys(plan.inputs, ((1,), (3,), (3,)))]
+    tensors = [torch.zeros(3, dtype=torch.int64), torch.zeros(3), torch.zeros(3)]
+    kept = [weakref.ref(tensor) for tensor in tensors]
+    run = plan.bind({"source": tensors[0], "memory": tensors[1]}, {"logits": tensors[2]})
+    del tensors
+    assert all(reference() is not None for reference in kept)
+    del run
+    assert all(reference() is None for reference in kept)
 
 
 def test_axes_that_change_are_named(module: nn.Module) -> None:
