@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +13,21 @@ import torch
 from torch import nn
 
 from components.common.contracts.errors import UserError
+from components.common.runtimes import dynamic_plan
 from components.common.runtimes.architectures import build_model
 from components.common.runtimes.dynamic_plan import DynamicPlan, Profile
 from components.common.tasks.translation.gpu import GpuNetwork
-from components.common.tasks.translation.runners import ENCODER_INPUTS, ENCODER_OUTPUTS, STEP_INPUTS, STEP_OUTPUTS
+from components.common.tasks.translation.runners import (
+    ENCODER_INPUTS,
+    ENCODER_OUTPUTS,
+    STEP_INPUTS,
+    STEP_OUTPUTS,
+    open_plans,
+)
 from components.common.tasks.translation.search import padded, search
 from components.common.tasks.translation.vocabulary import BOS, EOS
 from components.export.translation import _axes
+from tests.unit.measurements import engine_entry
 from tests.unit.refusals import refuses
 
 NUM_TOKENS, MAX_TOKENS = 300, 21
@@ -173,6 +182,16 @@ def test_what_a_plan_is_bound_to_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(reference() is not None for reference in kept)
     del run
     assert all(reference() is None for reference in kept)
+
+
+def test_plans_of_an_older_export_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plan = SimpleNamespace(outputs=["memory", "mask", "state"])
+    monkeypatch.setattr(dynamic_plan, "DynamicPlan", lambda *_: plan)
+    files = [tmp_path / "fp32_encoder.plan", tmp_path / "fp32.plan"]
+    for file in files:
+        file.touch()
+    with refuses("other-encoder"):
+        open_plans(files, [engine_entry(file=file.name) for file in files], MAX_TOKENS)
 
 
 def test_axes_that_change_are_named(module: nn.Module) -> None:
