@@ -334,16 +334,16 @@ class Artifact(Generic[AnyManifest]):
         return self.path / name
 
 
-def prepare_directory(path: Path) -> Path:
-    """Make the directory that a step writes its artifact into.
+def make_directory(path: Path) -> None:
+    """Make an output directory, if it is not there.
 
     Raises:
-        UserError: it holds something already, or can't be written.
+        UserError: it can't be written.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        (path / FAILURE).unlink(missing_ok=True)  # what an earlier try left
-        occupied = next(path.iterdir(), None)
+        if not os.access(path, os.R_OK | os.W_OK | os.X_OK):  # said now, and not after an hour of work
+            raise PermissionError(errno.EACCES, "it is closed to this user, or mounted read-only")
     except (FileExistsError, NotADirectoryError):
         message = f"the output {path} is a file; name a directory that is empty or new"
         raise UserError(message, code="output-is-file", setting="--output") from None
@@ -356,7 +356,17 @@ def prepare_directory(path: Path) -> Path:
             code="output-not-writable",
             setting="--output",
         ) from None
-    if occupied is not None:
+
+
+def prepare_directory(path: Path) -> Path:
+    """Make the directory that a step writes its artifact into.
+
+    Raises:
+        UserError: it holds something already, or can't be written.
+    """
+    make_directory(path)
+    (path / FAILURE).unlink(missing_ok=True)  # what an earlier try left
+    if (occupied := next(path.iterdir(), None)) is not None:
         left = "" if (path / MANIFEST).exists() else " and no artifact: perhaps the rest of a run that was killed"
         message = f"the output directory {path} is not empty (it holds {occupied.name}{left}); name another or empty it"
         raise UserError(message, code="output-not-empty", setting="--output")

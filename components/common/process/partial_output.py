@@ -6,17 +6,40 @@ import os
 import shutil
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from components.common.contracts.errors import UserError
-from components.common.contracts.manifests import FAILURE, MANIFEST, PARTIAL_OUTPUT, prepare_directory
+from components.common.contracts.manifests import FAILURE, MANIFEST, PARTIAL_OUTPUT, make_directory, prepare_directory
 
 # What a local run sets: a JSON list of what killed runs left of the same steps, data, code and settings.
 EARLIER_VARIABLE = "ENGINERY_UNFINISHED_OUTPUTS"
 LOCK = "lock"  # in the folder of the partial output, held by the process at work there
 _PATIENCE_S = 5.0  # the processes of a run that was killed may still be ending
 _POLL_S = 0.1
+
+
+def lock_output(output: Path) -> None:
+    """Make an output directory, and keep other steps out of it for as long as this process lives.
+
+    Raises:
+        UserError: it can't be written, or another process is at work in it.
+    """
+    make_directory(output)
+    with suppress(OSError):  # not every file system has locks
+        _acquire(os.open(output, os.O_RDONLY | os.O_DIRECTORY), output)
+
+
+def _acquire(handle: int, output: Path) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                text = f"another process writes {output} at this moment; wait for it, or name another"
+                raise UserError(text, code="output-in-use", setting="output") from None
+        time.sleep(_POLL_S)
 
 
 @contextmanager
@@ -44,16 +67,7 @@ def open_partial(output: Path, known: Collection[str] | None) -> Iterator[Path]:
         prepare_directory(output)
         folder.mkdir()
     with (folder / LOCK).open("w") as lock:
-        deadline = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    text = f"another process writes {output} at this moment; wait for it, or name another"
-                    raise UserError(text, code="output-in-use", setting="output") from None
-            time.sleep(_POLL_S)
+        _acquire(lock.fileno(), output)
         for temporary in _temporaries(output):  # of a process that was killed while it wrote a file
             temporary.unlink()
         try:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +26,7 @@ from components.common.contracts.settings import StepConfig, load_yaml, parse_va
 from components.common.process.dataset_volume import find_dataset, write_dataset
 from components.common.process.disk import explain, out_of_space
 from components.common.process.lifetime import end_with_parent, process_age_s
+from components.common.process.partial_output import lock_output
 from components.common.process.steplog import RELAY_VARIABLE, QuietLog, RelayedRun, StepLog
 
 if TYPE_CHECKING:  # MLflow takes seconds to import
@@ -67,12 +67,13 @@ class Step:
             folder = None  # somebody else's: nothing of ours goes in
         try:
             self._execute(log, settings, Path(output), {name: Path(path) for name, path in inputs.items()})
-        except Preempted as stop:
-            _ignore_signals()
-            _fail(log, EngineryError(str(stop), code="preempted"), exit_code=stop.exit_code, output=folder)
-        except KeyboardInterrupt:
-            _fail(log, EngineryError("interrupted", code="interrupted"), exit_code=EXIT_INTERRUPTED, output=folder)
-        except Exception as error:  # the boundary of the process: a bug or a broken machine ends in one line, too
+        except (KeyboardInterrupt, Exception) as error:  # a bug or a broken machine ends in one line, too
+            stop = error.__cause__ or error  # extensions make an ImportError of a signal while they are loaded
+            if isinstance(stop, Preempted):
+                _ignore_signals()
+                _fail(log, EngineryError(str(stop), code="preempted"), exit_code=stop.exit_code, output=folder)
+            if isinstance(stop, KeyboardInterrupt):
+                _fail(log, EngineryError("interrupted", code="interrupted"), exit_code=EXIT_INTERRUPTED, output=folder)
             _fail(log, _format_error(error, Path(output)), output=folder)
 
     def _execute(self, log: StepLog, settings: Mapping[str, Any], output: Path, inputs: dict[str, Path]) -> None:
@@ -95,6 +96,8 @@ class Step:
             tracking_before = log.tracking_s
             if "dataset" in inputs:
                 inputs["dataset"] = find_dataset(inputs["dataset"])
+            if not torchrun_rank():
+                lock_output(output)
             work = partial(run, config, log, **inputs)
             if self.writes_dataset:
                 outcome = write_dataset(lambda folder: work(output=folder), config.model_dump(mode="json"), output)
@@ -112,7 +115,7 @@ class Step:
         log.event("finished", outcome=outcome, seconds=seconds, digest=digest)
         if outcome:
             print(shown(f"{self.name}: {outcome}"), file=sys.stderr, flush=True)
-        _succeeded.set()
+        _exit_codes.append(0)
 
     def command(self) -> click.Command:
         """Return the command line of the step, its options made from the config's fields."""
@@ -161,7 +164,7 @@ def _tracked(log: StepLog, *, relayed: bool) -> Iterator[None]:
         yield
 
 
-def _format_error(error: Exception, output: Path) -> EngineryError:
+def _format_error(error: BaseException, output: Path) -> EngineryError:
     """Return an error as one line for a person."""
     if isinstance(error, EngineryError):
         return out_of_space(error, output) or error
@@ -182,28 +185,26 @@ def config_option(name: str, config: type[StepConfig]) -> click.Option:
     )
 
 
-_succeeded = threading.Event()
+_exit_codes: list[int] = []  # one, once the step has ended
 
 
 def _leave_quickly() -> None:
-    """End a successful process without taking the interpreter apart, which costs over a second after torch and DALI.
+    """End the process without taking the interpreter apart, which costs over a second after torch and DALI.
 
-    Every other exit handler has run by now. `sys.last_value` is there when something failed after the step.
+    Triton would also print lines of its own there, below the error of a step that failed. Every other exit handler has
+    run by now. `sys.last_value` is there when something failed after the step.
     """
-    if _succeeded.is_set() and not hasattr(sys, "last_value"):
+    if _exit_codes and not hasattr(sys, "last_value"):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(_exit_codes[-1])
 
 
 def _is_occupied(output: Path) -> bool:
     """True if an output directory holds something that this step did not write."""
-    if (output / PARTIAL_OUTPUT).is_dir():
-        return False
-    try:
-        return any(entry.name != FAILURE for entry in output.iterdir())
-    except OSError:
-        return not output.parent.is_dir() and output.exists()
+    with suppress(OSError):  # not there, or no directory that this user may read
+        return not (output / PARTIAL_OUTPUT).is_dir() and any(entry.name != FAILURE for entry in output.iterdir())
+    return False
 
 
 def _interrupt(signum: int, frame: object) -> NoReturn:
@@ -226,7 +227,7 @@ def _ignore_signals() -> None:
 def _fail(log: StepLog, error: EngineryError, *, exit_code: int | None = None, output: Path | None = None) -> NoReturn:
     exit_code = error.exit_code if exit_code is None else exit_code
     failure = {"message": str(error), "exit_code": exit_code, "code": error.code, "setting": error.setting}
-    if output is not None:
+    if output is not None and error.code != "output-in-use":
         with suppress(OSError):  # no space left may be the very failure
             output.mkdir(parents=True, exist_ok=True)
             (output / FAILURE).write_text(json.dumps({"step": log.step, **failure}), encoding="utf-8")
@@ -236,4 +237,5 @@ def _fail(log: StepLog, error: EngineryError, *, exit_code: int | None = None, o
         traceback.print_exc()
     code = f" [{error.code}]" if error.code not in ("", str(error)) else ""
     print(f"{log.step}: {error}{code}", file=sys.stderr, flush=True)
+    _exit_codes.append(exit_code)
     sys.exit(exit_code)

@@ -1,7 +1,9 @@
 """A step's process: its progress as lines and bars, its age, and the GPU monitor against a small NVML."""
 
 import io
+import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +12,10 @@ import pytest
 import torch
 from rich.console import Console
 
+from components.common.contracts.errors import EXIT_USER_ERROR
 from components.common.process import gpu_monitor, steplog
 from components.common.process.gpu_monitor import GpuMonitor, GpuReading, monitor_of
+from components.common.process.partial_output import lock_output
 from components.common.process.steplog import EVENTS_VARIABLE, StepLog
 from enginery.local.rendering import Renderer
 from tests.unit.registered import run_python
@@ -104,6 +108,23 @@ def test_a_process_knows_its_age() -> None:
     before = time.monotonic()
     age_s = float(run_python("-c", code).stdout)
     assert 0.5 <= age_s <= time.monotonic() - before + 0.02
+
+
+def test_a_failed_step_says_so_in_one_line(tmp_path: Path) -> None:
+    typed = ("--dataset", str(tmp_path), "--output", str(tmp_path / "output"))
+    done = run_python("-m", "components.train", *typed)
+    assert done.returncode == EXIT_USER_ERROR
+    (line,) = done.stderr.splitlines()  # nothing of what libraries say at the end of a process
+    assert line.endswith("[no-manifest]")
+
+
+def test_two_steps_do_not_write_into_one_output(tmp_path: Path) -> None:
+    lock_output(tmp_path / "output")
+    typed = ("--report", str(tmp_path), "--output", str(tmp_path / "output"))
+    done = run_python("-m", "components.gate", *typed)
+    assert done.returncode == EXIT_USER_ERROR
+    assert done.stderr.endswith("[output-in-use]\n")
+    assert not os.listdir(tmp_path / "output")  # no note of the failure either: the other step's work is whole
 
 
 class Nvml:
