@@ -1,5 +1,6 @@
 """Greedy translation without leaving the GPU: encoder and step as plans, replayed as CUDA graphs where they can be."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from components.common.tasks.translation.runners import ENCODER_OUTPUTS, STEP_IN
 from components.common.tasks.translation.search import longest_translations
 from components.common.tasks.translation.vocabulary import BOS, EOS, PAD
 
+_log = logging.getLogger(__name__)
 _LENGTHS = 8  # sources are padded to multiples of it, so that graphs fit more of them
 _MOST_SIZES = 64  # of batches whose graphs are kept, the latest
 STEPS = 4  # in a graph; behind them the host waits, to see whether all sentences have ended
@@ -101,7 +103,8 @@ class GpuNetwork:
         try:
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 work()
-        except (EngineryError, RuntimeError):  # such as loops, or kernels of 8.6 for sizes that change
+        except (EngineryError, RuntimeError) as error:  # such as loops, or kernels of 8.6 for sizes that change
+            _log.warning("no CUDA graph of the %s, its kernels are launched one by one: %s", name, error)
             self.uncapturable.add(name)
             self.pool = torch.cuda.graph_pool_handle()  # torch may take the other one for in use from now on
             return None
