@@ -164,7 +164,7 @@ def _has_begun(pod: Any) -> bool:
 
 _ENDED = {"SUCCEEDED": 0, "SKIPPED": 0, "FAILED": EXIT_FAILURE, "CANCELED": EXIT_FAILURE}
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.5, 5.0
-_MAX_LOST_POLLS = 20  # in a row, before the server counts as gone
+_LOST_S = 100.0  # without an answer, before the server counts as gone
 # Names that Argo has beside the steps, where a run does not say which its steps are.
 _NO_STEPS = ("root", "executor", "iteration")
 
@@ -184,18 +184,20 @@ class RunFollower:
     def follow(self) -> int:
         """Poll until the run ends. Returns the exit code. Ctrl-C stops the watching, not the run."""
         # KFP's wait_for_run_completion never ends for a cancelled run and gives up at the first lost connection.
-        pause_s, lost = _SHORTEST_POLL_S, 0
+        pause_s, answered_s, told = _SHORTEST_POLL_S, time.monotonic(), False
         try:
             while True:
                 try:
                     run = self.client.get_run(self.run_id)
                     self.server.field(run, "run_id")
-                    lost = 0
+                    answered_s, told = time.monotonic(), False
                 except (kfp_server_api.ApiException, urllib3.exceptions.HTTPError, UserError) as error:
-                    lost += 1
                     is_final = isinstance(error, UserError) or getattr(error, "status", 503) in (401, 403, 404)
-                    if lost >= _MAX_LOST_POLLS or is_final:
+                    if time.monotonic() - answered_s > _LOST_S or is_final:
                         raise self._lost(error) from None
+                    if not told:
+                        echo(f"{self.server.endpoint} does not answer; it is asked again for {_LOST_S:.0f} s")
+                    told = True
                 else:
                     if self._report(run):
                         return self._exit_code(run)

@@ -130,7 +130,7 @@ def test_a_server_that_never_answers_is_given_up(
 ) -> None:
     monkeypatch.setattr(server, "_HEALTH_S", server._HEALTH_S // 10)
     monkeypatch.setattr(server, "_ANSWER_S", server._ANSWER_S // 30)
-    monkeypatch.setattr("enginery.cluster.watch._MAX_LOST_POLLS", 1)
+    monkeypatch.setattr("enginery.cluster.watch._LOST_S", 0)
     answered, end = cluster.answer, threading.Event()
 
     def wait(silent: str) -> None:
