@@ -22,7 +22,10 @@ _clients = comma_list(
     int, range(1, 4097).__contains__, "whole numbers of 1 to 4096 with commas between, such as 1,8,32"
 )
 _rates = comma_list(
-    float, lambda rate: 0 < rate < 1e6, "numbers above 0 with commas between, such as 10,100,500", automatic="auto"
+    float,
+    lambda rate: 0 < rate <= 20_000,  # more than any of these processes sends
+    "numbers above 0, up to 20000, with commas between, such as 10,100,500",
+    automatic="auto",
 )
 _cores = comma_list(
     int,
