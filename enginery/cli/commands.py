@@ -69,8 +69,7 @@ class _LazyGroup(click.Group):
 def cli(debug: bool) -> None:
     """From a folder of labelled images to INT8 engines proved as accurate as the FP32 model.
 
-    Try it: enginery data digits digits, then
-    enginery run pipelines/resnet50.py --config pipelines/configs/digits.yaml --data digits
+    Try it: enginery data digits digits, then enginery run resnet50 --config digits --data digits
     """
     if debug:
         os.environ["ENGINERY_DEBUG"] = "1"

@@ -75,7 +75,7 @@ def unknown_settings(text: str) -> Iterator[str]:
     text = text.partition("\n## Names\n")[0]  # a record's table of old names
     of_clusters = {part for key, _, _ in settings_rows() for part in key.replace("[]", "").split(".")[1:]}
     for step, key in re.findall(rf"[`' ]({'|'.join(CONFIGS)})\.([a-z_0-9]+)", text):
-        if key not in {*CONFIGS[step].model_fields, *of_clusters, "py", "yaml", "jsonl"}:
+        if key not in {*CONFIGS[step].model_fields, *of_clusters, "py", "yaml", "jsonl", "tsv"}:
             yield f"{step}.{key}"
 
 

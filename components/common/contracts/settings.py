@@ -120,6 +120,8 @@ def _nearest(name: str, owner: type[BaseModel]) -> str:
     valid = [field.alias or name for name, field in owner.model_fields.items()]
     close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
     outer = prefix.rpartition(".")[2]
+    if prefix == key:  # a pipeline's file, whose settings of train are below "train"
+        return f"these are the settings of {key} alone: write its keys themselves, as in --help"
     if prefix == f"{outer}.{outer}" and close:  # "train.seed" among the settings of train
         return f"these are the settings of {outer} already: write {close[0]}"
     if outer in owner.model_fields and inner_model(

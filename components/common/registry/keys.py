@@ -73,7 +73,10 @@ def load_public_key(data: bytes, where: str) -> Any:
     from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurvePublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-    key = load_pem_public_key(data)
+    try:
+        key = load_pem_public_key(data)
+    except ValueError:
+        raise ValueError(f"{where} is no public key in PEM (-----BEGIN PUBLIC KEY-----); {MAKE_KEY}") from None
     if not isinstance(key, EllipticCurvePublicKey) or not isinstance(key.curve, SECP256R1):
         raise ValueError(f"{where} is a key of another kind than ECDSA P-256; {MAKE_KEY}")
     return key

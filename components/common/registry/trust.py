@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from components.common.contracts.digests import canonical_json
 from components.common.contracts.errors import EngineryError, UserError, shortened, shown
-from components.common.contracts.manifests import write_atomically
+from components.common.contracts.manifests import first_problem, write_atomically
 from components.common.registry.keys import (
     KEY_VARIABLE,
     PASSPHRASE_VARIABLE,
@@ -162,7 +162,7 @@ def find_policy() -> TrustPolicy | None:
         message = f"can't read the trust policy {file}: {error.strerror}; correct {POLICY_VARIABLE}"
         raise UserError(message, code="policy-unreadable", setting=POLICY_VARIABLE) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        problem = " ".join(str(error).split())
+        problem = first_problem(error) if isinstance(error, ValidationError) else " ".join(str(error).split())
         message = f"the trust policy {file} is not valid: {problem}. docs/security.md describes it"
         raise UserError(message, code="policy-invalid", setting=POLICY_VARIABLE) from None
 

@@ -21,6 +21,7 @@ CONFIGS: dict[str, type[BaseModel]] = {"preprocess": PreprocessConfig, "train": 
     [
         ("train", {"weigth_decay": 1}, "train.weigth_decay", "did you mean train.weight_decay?"),
         ("train", {"train.epochs": 1}, "train.train.epochs", "the settings of train already: write epochs"),
+        ("train", {"train": {"epochs": 1}}, "train.train", "the settings of train alone"),
         ("train", {"zzz": 1}, "train.zzz", "valid keys: architecture, image_size"),
         ("train", {"epochs": "many"}, "train.epochs", "got 'many', must be a valid integer"),
         ("train", {"epochs": "1.5"}, "train.epochs", "got '1.5', must be a valid integer"),
