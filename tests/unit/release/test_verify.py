@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from components.common.process.steplog import StepLog
+from components.common.registry.keys import KEY_VARIABLE
+from components.common.registry.trust import POLICY_VARIABLE, read_statements
+from components.gate.config import GateConfig
+from components.gate.run import run as gate
 from enginery.release.verify import PublicKey, public_key, verify, write_sums
 from enginery.release.writing import write_release
+from tests.unit.conftest import LENIENT, Proved
 from tests.unit.registered import enginery, refuses, reseal, run_python, write_keys
 
 
@@ -256,6 +262,22 @@ def test_files_that_contradict_the_chain(release: Path, file: str, change: Forge
     found = problems(release)
     assert said in found
     assert len(found) < 1000
+
+
+def test_a_signature_that_the_policy_accepts(
+    proved: Proved, signed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private = signed[1].with_suffix(".key")
+    monkeypatch.setenv(KEY_VARIABLE, private.read_text())
+    config = GateConfig.model_validate(LENIENT)
+    gate(config, StepLog("gate"), report=proved.parts["report"], output=tmp_path / "verdict")
+    parts = {**proved.parts, "verdict": tmp_path / "verdict"}
+    statements = read_statements(parts["verdict"])
+    write_release(parts, tmp_path / "release", name="digits", statements=statements, key=private)
+    rights = {"public_key": signed[1].read_text(), "signs": ["model", "verdict"], "expires": "2099-01-01"}
+    (tmp_path / "trust.yaml").write_text(yaml.safe_dump({"keys": {"ci": rights}}))
+    monkeypatch.setenv(POLICY_VARIABLE, str(tmp_path / "trust.yaml"))
+    assert "signature: valid, by ci of this machine's trust policy" in enginery("verify", tmp_path / "release").stdout
 
 
 def test_the_command(release: Path, signed) -> None:
