@@ -47,6 +47,7 @@ _MISSING = ("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND")
 _NUMBER = re.compile(r"[0-9]{1,9}")  # of a version
 _USUAL_NAME = re.compile(r"[\w. -]+")
 _PATIENCE_S = 30.0  # with a database that is busy
+_OF_DISK = re.compile("readonly database|disk is full|disk I/O error")  # SQLite's words, which no waiting changes
 _MAX_RESULTS = 200
 _MAX_ENTRIES = 10_000  # of a version's bundle, report or verdict
 _SPARED_BYTES = 1 << 30  # of the disk that they are brought to
@@ -81,7 +82,8 @@ def patiently(call: Callable[[], Result]) -> Result:
             return call()
         except MlflowException as error:
             busy = error.error_code == "TEMPORARILY_UNAVAILABLE" and not str(error).startswith("API request to ")
-            if not busy or database_is_gone(error) or time.monotonic() > deadline:
+            lasting = database_is_gone(error) or _OF_DISK.search(str(error))
+            if not busy or lasting or time.monotonic() > deadline:
                 raise
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 1.0)

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
@@ -81,9 +82,11 @@ def test_a_database_that_may_only_be_read(three: str, registry: Registry) -> Non
 
     event.listen(Pool, "checkout", read_only)
     event.listen(Pool, "checkin", as_before)
+    began = time.monotonic()
     try:
         with refuses("permission-denied"):
             enginery("promote", "m", "1", "--to", "staging", "--why", "x")
+        assert time.monotonic() - began < 15  # and not when patience with a busy one ends
     finally:
         event.remove(Pool, "checkout", read_only)
         event.remove(Pool, "checkin", as_before)
