@@ -132,7 +132,7 @@ class _Batch:
     def __init__(self, network: GpuNetwork, batch: int, length: int) -> None:
         device, self._max_tokens = network.torch_device, network.max_tokens
         self._source = torch.full((batch, length), PAD, device=device)
-        self._num_tokens = room(length, network.max_tokens)
+        self._num_tokens = room(length, self._max_tokens)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
         self._tokens = torch.full((batch,), BOS, device=device)
         self._found = torch.full((self._num_tokens, batch), PAD, device=device)

@@ -93,7 +93,7 @@ class _DecoderLayer(nn.Module):
         own_mask: torch.Tensor,
         memory: torch.Tensor,
         source_mask: torch.Tensor,
-        join: Callable[[torch.Tensor], torch.Tensor] = lambda read: read,
+        join: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """X [B, T, width] -> [B, T, width], and what was read of it, by `join` with that of the tokens before."""
         normed = self.norms[0](x)
@@ -159,7 +159,8 @@ class Transformer(nn.Module):
         memory, mask = self.encode(pairs[:, 0])
         length = pairs.shape[2]
         later = torch.ones(length, length, device=pairs.device).triu(1) * _MASKED
-        return self._logits(self._decode(pairs[:, 1], self.positions[:length], memory, mask, later)[0])
+        x, _ = self._decode(pairs[:, 1], self.positions[:length], memory, mask, later, lambda _, read: read)
+        return self._logits(x)
 
     def _decode(
         self,
@@ -168,7 +169,7 @@ class Transformer(nn.Module):
         memory: torch.Tensor,
         mask: torch.Tensor,
         own_mask: torch.Tensor,
-        join: Callable[[int, torch.Tensor], torch.Tensor] = lambda layer, read: read,
+        join: Callable[[int, torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Tokens [B, T], own_mask [T or 1, R] -> [B, T, width], and of each layer what it read and joined."""
         x = self.dropout(self.embedding(tokens) * self.scale + positions)

@@ -58,7 +58,7 @@ def search(network: Network, source: np.ndarray, *, beam_size: int, max_tokens: 
     greedy = getattr(network, "greedy", None)  # of a network that does not come back to the host for each token
     if beam_size == 1 and greedy is not None:
         return _without_ends(greedy(source))
-    num_sentences, limits = len(source), longest_translations(source, max_tokens)
+    num_sentences = len(source)
     memory, mask, state = network.encode(source)
     order = np.arange(num_sentences).repeat(beam_size)
     memory, mask, state = memory[:, order], mask[order], state[:, order]
@@ -68,8 +68,8 @@ def search(network: Network, source: np.ndarray, *, beam_size: int, max_tokens: 
     # Beams of a sentence begin alike, so only the first counts.
     scores = np.where(np.arange(beam_size) == 0, 0.0, -np.inf)[None].repeat(num_sentences, axis=0)
     lengths = np.zeros((num_sentences, beam_size))
-    limits = limits.repeat(beam_size)
-    for position in range(int(limits.max())):
+    limits = longest_translations(source, max_tokens).repeat(beam_size)
+    for position in range(max_tokens):
         logits, state = network.step(tokens, position, memory, mask, state)
         ended = (found == EOS).any(axis=1) | (limits <= position)
         if beam_size == 1:
