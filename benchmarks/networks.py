@@ -68,7 +68,7 @@ NETWORKS = {
     "alexnet": Network(epochs=16, image_size=224, options=_ADAMW),
     "vgg16_bn": Network(image_size=224, options=_ADAMW),  # pools to 7 x 7
     "vgg19": Network(epochs=12, image_size=224, options=_WITHOUT_BATCH_NORM),  # pools to 7 x 7
-    "vit_b_16": Network(epochs=10, image_size=224, options=_ADAMW),
+    "vit_b_16": Network(epochs=6, image_size=224, options=_ADAMW),
     "swin_t": Network(epochs=12, options=_ADAMW),
     "timm/vit_small_patch16_224": Network(epochs=12, image_size=224, options=_ADAMW),
 }

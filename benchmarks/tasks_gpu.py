@@ -44,6 +44,7 @@ NETWORKS = {"detection": "retinanet_resnet50_fpn", "segmentation": "deeplabv3_re
 @click.option("--epochs", default=2, show_default=True, help="Of the training.")
 @click.option("--image-size", default=512, show_default=True, help="Side of the square that networks see, in px.")
 @click.option("--compile", "compile_mode", default="off", show_default=True, help="train.compile")
+@click.option("--opt-batch", default=_BATCH_SIZE, show_default=True, help="That TensorRT tunes its kernels for.")
 @click.option("--reference-seconds", default=20.0, show_default=True, help="Of torchvision's training.")
 @result_options
 def main(
@@ -54,6 +55,7 @@ def main(
     epochs: int,
     image_size: int,
     compile_mode: str,
+    opt_batch: int,
     reference_seconds: float,
     results: Results,
 ) -> None:
@@ -72,7 +74,7 @@ def main(
         history = load(folder / "checkpoint", CheckpointManifest).manifest.history
         reference = _reference(task, name, data, image_size, reference_seconds)
         print(json.dumps({"task": task, "history": [each.model_dump() for each in history], **reference}), flush=True)
-        plans = ("--tensorrt", "on", "--optimization-level", "1", "--opt-batch", str(_BATCH_SIZE), "--max-batch")
+        plans = ("--tensorrt", "on", "--optimization-level", "1", "--opt-batch", str(opt_batch), "--max-batch")
         plans += (str(_BATCH_SIZE), "--mixed-engines", "1", "--num-selection-images", "1000")
         checkpoint = ("--model", str(folder / "checkpoint"))
         seconds["export"] = run_step("export", dataset, folder / "bundle", *checkpoint, *plans)
@@ -100,12 +102,13 @@ def main(
         for end in ("b1", batch, f"{batch}_no_copies"):
             row[f"int8_over_fp16_{end}"] = row[f"images_per_s_int8_{end}"] / row[f"images_per_s_fp16_{end}"]
         results.write(
-            f"tasks_{task}",
+            f"tasks_{task}" if opt_batch == _BATCH_SIZE else f"tasks_{task}_opt_batch_{opt_batch}",
             measures={key: value for key, value in row.items() if isinstance(value, float)},
             runs=[row],
             notes="From random weights. Scores are mAP@[.5:.95] and mIoU on validation images. TensorRT at "
-            "optimization level 1; speeds are medians of turns of all engines, with copies but where a name ends in "
-            "no_copies. torchvision's training: its references' steps, AMP, a process per core decodes.",
+            f"optimization level 1, kernels tuned for {opt_batch} at once; speeds are medians of turns of all engines, "
+            "with copies but where a name ends in no_copies. torchvision's training: its references' steps, AMP, a "
+            "process per core decodes.",
         )
 
 

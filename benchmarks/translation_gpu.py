@@ -133,8 +133,9 @@ def _num_tokens(rows: np.ndarray) -> int:
 @click.option("--work", required=True, type=click.Path(path_type=Path), help="Directory of what is made.")
 @click.option("--architecture", default="translation/transformer_base", show_default=True)
 @click.option("--epochs", default=3, show_default=True, help="Of the training.")
+@click.option("--optimization-level", default=1, show_default=True, help="0 builds fastest, 5 runs fastest.")
 @result_options
-def main(data: Path, work: Path, architecture: str, epochs: int, results: Results) -> None:
+def main(data: Path, work: Path, architecture: str, epochs: int, optimization_level: int, results: Results) -> None:
     work.mkdir(parents=True, exist_ok=True)
     dataset, checkpoint, bundle, report = (work / name for name in ("dataset", "checkpoint", "bundle", "report"))
     seconds = {}
@@ -145,8 +146,8 @@ def main(data: Path, work: Path, architecture: str, epochs: int, results: Result
     training += ("--learning-rate", "0.0005", "--global-batch-size", "256", "--warmup-fraction", "0.2")
     if not (checkpoint / MANIFEST).exists():
         seconds["train"] = run_step("train", dataset, checkpoint, *training)
-    plans = ("--tensorrt", "on", "--optimization-level", "1", "--max-batch", "32", "--num-selection-images", "500")
-    plans += ("--num-ranking-images", "16")  # if layers have to stay in float
+    plans = ("--tensorrt", "on", "--optimization-level", str(optimization_level), "--max-batch", "32")
+    plans += ("--num-selection-images", "500", "--num-ranking-images", "16")  # ranked if layers have to stay in float
     if not (bundle / MANIFEST).exists():
         seconds["export"] = run_step("export", dataset, bundle, "--model", str(checkpoint), *plans)
     speeds = ("--benchmark-batch-sizes", "[1, 32]", "--benchmark-seconds", "2")
