@@ -8,7 +8,7 @@ import torch
 
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.records import EngineEntry
-from components.common.runtimes.tensorrt import load_engine, load_tensorrt, tensorrt_logger, torch_dtype
+from components.common.runtimes.tensorrt import Contexts, load_engine, load_tensorrt, tensorrt_logger, torch_dtype
 
 Profile = Mapping[str, tuple[tuple[int, ...], ...]]  # sizes of each input: smallest, tuned for, largest
 
@@ -16,8 +16,7 @@ Profile = Mapping[str, tuple[tuple[int, ...], ...]]  # sizes of each input: smal
 class DynamicPlan:
     """Runs a plan on the current CUDA device, on torch's current stream. Not for several threads at once.
 
-    The first optimization profile that takes the inputs is used. All execution contexts share the memory that runs
-    need, as only one is at work.
+    The first optimization profile that takes the inputs is used.
     """
 
     def __init__(self, plan_path: Path, entry: EngineEntry) -> None:
@@ -39,10 +38,7 @@ class DynamicPlan:
             {name: tuple(map(tuple, engine.get_tensor_profile_shape(name, number))) for name in inputs}
             for number in range(engine.num_optimization_profiles)
         ]
-        self._engine = engine
-        of_11 = not hasattr(engine, "device_memory_size")
-        size = engine.device_memory_size_v2 if of_11 else engine.device_memory_size
-        self._memory = torch.empty(max(1, size), dtype=torch.uint8, device="cuda")
+        self._new_context = Contexts(engine).new
         self._contexts = [self._new_context(number) for number in range(len(self.profiles))]
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -89,22 +85,6 @@ class DynamicPlan:
 
     def _given(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: inputs[name].to(dtype).contiguous() for name, dtype in self.inputs.items()}
-
-    def _new_context(self, profile: int) -> Any:
-        engine = self._engine
-        if hasattr(engine, "create_execution_context_without_device_memory"):
-            context = engine.create_execution_context_without_device_memory()
-        else:
-            trt = load_tensorrt()
-            context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-        if context is None:
-            errors = tensorrt_logger().take_errors()
-            raise EngineryError(f"no execution context of {self.path.name}: {errors}", code="no-execution-context")
-        context.device_memory = self._memory.data_ptr()
-        stream = torch.cuda.current_stream()
-        context.set_optimization_profile_async(profile, stream.cuda_stream)
-        stream.synchronize()
-        return context
 
     def _enqueue(self, context: Any, outputs: Mapping[str, torch.Tensor]) -> None:
         for name in self.outputs:

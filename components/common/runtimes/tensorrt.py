@@ -260,6 +260,42 @@ def profile_layers(
     return [(name, float(np.median(times))) for name, times in profiler.times.items()]
 
 
+class Contexts:
+    """Execution contexts of an engine on the current CUDA device, which share the memory that runs need.
+
+    Only one of them may be at work at a time.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        of_11 = not hasattr(engine, "device_memory_size")
+        size = engine.device_memory_size_v2 if of_11 else engine.device_memory_size
+        self._memory = torch.empty(max(1, size), dtype=torch.uint8, device="cuda")
+
+    def new(self, profile: int = 0) -> Any:
+        """Return another context, for the optimization profile of that number.
+
+        Raises:
+            EngineryError: TensorRT makes none.
+        """
+        engine = self._engine
+        if hasattr(engine, "create_execution_context_without_device_memory"):
+            context = engine.create_execution_context_without_device_memory()
+        else:
+            trt = load_tensorrt()
+            context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if context is None:
+            name = torch.cuda.get_device_name(self._memory.device)
+            raise EngineryError(
+                f"no execution context on {name}: {tensorrt_logger().take_errors()}", code="no-execution-context"
+            )
+        context.device_memory = self._memory.data_ptr()
+        stream = torch.cuda.current_stream()
+        context.set_optimization_profile_async(profile, stream.cuda_stream)
+        stream.synchronize()
+        return context
+
+
 class TensorRTRunner:
     """An engine on the current CUDA device. Buffers for the largest batch are allocated once, not per call.
 
@@ -409,19 +445,18 @@ class TensorRTRunner:
 class _InferenceStream:
     """An execution context, its streams, and two sets of buffers: one batch is computed while another is copied.
 
-    All contexts share the plan's one profile: a flag says so to TensorRT 8.6 when it builds, 10 and 11 always can.
+    All contexts share the plan's one profile: a flag says so to TensorRT 8.6 when it builds, 10 and 11 always can. Each
+    CUDA graph has one of its own, since it may be replayed only so long as that stays as it was (TensorRT's developer
+    guide on CUDA graphs).
     """
 
     def __init__(
         self, engine: Any, device: torch.device, shapes: ShapeSpec, dtypes: list[torch.dtype], not_captured: set[int]
     ) -> None:
         self._not_captured, self.captures = not_captured, True
-        self._context = engine.create_execution_context()
-        if self._context is None:
-            name = torch.cuda.get_device_name(device)
-            raise EngineryError(
-                f"no execution context on {name}: {tensorrt_logger().take_errors()}", code="no-execution-context"
-            )
+        self._new_context = Contexts(engine).new
+        self._context = self._new_context()
+        self._captured: list[Any] = []  # contexts of graphs, which live as long
         self._device, self._shapes = device, shapes
         self._compute, self._upload, self._download = (_new_stream(device) for _ in range(3))
         self.output_shape = _output_shape(self._context, shapes, shapes.max_batch)
@@ -454,10 +489,9 @@ class _InferenceStream:
         if graph is not None:
             graph.replay()
         else:
-            self._enqueue(buffers, batch)
+            self._enqueue(self._context, buffers, batch)
 
-    def _enqueue(self, buffers: "_BufferSet", batch: int) -> None:
-        context = self._context
+    def _enqueue(self, context: Any, buffers: "_BufferSet", batch: int) -> None:
         context.set_input_shape(self._shapes.input_name, self._shapes.input_shape(batch))
         context.set_tensor_address(self._shapes.input_name, buffers.device_in.data_ptr())
         context.set_tensor_address(self._shapes.output_name, buffers.device_out.data_ptr())
@@ -471,7 +505,6 @@ class _InferenceStream:
             buffers.host_in[:batch].copy_(torch.randn(self._shapes.input_shape(batch)))
             with torch.cuda.stream(self._compute):
                 buffers.device_in[:batch].copy_(buffers.host_in[:batch], non_blocking=True)
-                self._enqueue(buffers, batch)  # TensorRT wants one run at a new shape before it can be captured
             self._compute.synchronize()
             buffers.last_batch = batch
             if batch not in buffers.graphs:
@@ -483,8 +516,12 @@ class _InferenceStream:
             return None
         graph = torch.cuda.CUDAGraph()
         try:
+            context = self._new_context()
+            self._captured.append(context)
+            self._enqueue(context, buffers, batch)  # TensorRT wants one run at a new shape before it can be captured
+            self._compute.synchronize()
             with torch.cuda.graph(graph, stream=self._compute, capture_error_mode="thread_local"):
-                self._enqueue(buffers, batch)
+                self._enqueue(context, buffers, batch)
             buffers.device_out.zero_()
             torch.cuda.synchronize(self._device)
             graph.replay()

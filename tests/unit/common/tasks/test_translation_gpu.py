@@ -169,10 +169,10 @@ def test_a_capture_that_broke_off_leaves_its_pool_to_no_other(module: nn.Module,
     assert network.uncapturable == {"encoder"}
 
 
-def test_what_a_plan_is_bound_to_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_plan_is_bound_to_stays() -> None:
     context = SimpleNamespace(set_input_shape=lambda *_: None, set_tensor_address=lambda *_: None)
-    monkeypatch.setattr(DynamicPlan, "_new_context", lambda *_: context)
     plan = DynamicPlan.__new__(DynamicPlan)
+    plan._new_context = lambda profile=0: context
     plan.inputs = {"source": torch.int32, "memory": torch.float32}  # 8.6 has no int64
     plan.profiles = [dict.fromkeys(plan.inputs, ((1,), (3,), (3,)))]
     tensors = [torch.zeros(3, dtype=torch.int64), torch.zeros(3), torch.zeros(3)]
