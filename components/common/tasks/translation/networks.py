@@ -55,8 +55,12 @@ class _Attention(nn.Module):
     def forward(self, x: torch.Tensor, read: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """[B, T, width] queries from x, `read` as above of R tokens, mask [B or 1, 1, T or 1, R] -> [B, T, width]."""
         queries = self.query(x).reshape(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
-        scores = queries @ read[0].transpose(2, 3) / math.sqrt(queries.shape[3]) + mask
-        found = scores.softmax(dim=3) @ read[1]  # [B, heads, T, width / heads]
+        scale = math.sqrt(queries.shape[3])
+        if x.shape[1] == 1:  # keys first: of one query TensorRT 8.6 reads the mask of the first sentence alone
+            scores = (read[0] @ queries.transpose(2, 3) / scale + mask.transpose(2, 3)).softmax(dim=2).transpose(2, 3)
+        else:
+            scores = (queries @ read[0].transpose(2, 3) / scale + mask).softmax(dim=3)
+        found = scores @ read[1]  # [B, heads, T, width / heads]
         return self.output(found.transpose(1, 2).flatten(2))
 
 
@@ -144,7 +148,7 @@ class Transformer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [B] int64 at `position` [1] int64 -> logits [B, V] of the next ones, and the state with these."""
         places = self.places[: state.shape[3]]
-        own_mask, is_here = (places > position).float() * _MASKED, (places == position)[:, None]
+        own_mask, is_here = (places > position).float()[None, None, None] * _MASKED, (places == position)[:, None]
 
         def written(layer: int, read: torch.Tensor) -> torch.Tensor:
             before = state[2 * layer : 2 * layer + 2]
@@ -158,7 +162,7 @@ class Transformer(nn.Module):
         """[B, 2, L] int64, sources and the targets' tokens before each -> logits [B, L, V]."""
         memory, mask = self.encode(pairs[:, 0])
         length = pairs.shape[2]
-        later = torch.ones(length, length, device=pairs.device).triu(1) * _MASKED
+        later = torch.ones(1, 1, length, length, device=pairs.device).triu(1) * _MASKED
         x, _ = self._decode(pairs[:, 1], self.positions[:length], memory, mask, later, lambda _, read: read)
         return self._logits(x)
 
@@ -171,7 +175,7 @@ class Transformer(nn.Module):
         own_mask: torch.Tensor,
         join: Callable[[int, torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Tokens [B, T], own_mask [T or 1, R] -> [B, T, width], and of each layer what it read and joined."""
+        """Tokens [B, T], own_mask [1, 1, T or 1, R] -> [B, T, width], and of each layer what it read and joined."""
         x = self.dropout(self.embedding(tokens) * self.scale + positions)
         own_mask, reads = own_mask.to(x), []
         for index, layer in enumerate(self.decoder):
@@ -249,8 +253,8 @@ class AttentionLstm(nn.Module):
 
     def _attend(self, x: torch.Tensor, memory: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """[B, T, width] of the decoder -> [B, T, width] with what it read of the source."""
-        scores = self.query(x) @ memory[0].transpose(1, 2) + mask[:, None]
-        found = scores.softmax(dim=2).to(memory.dtype) @ memory[0]
+        scores = memory[0] @ self.query(x).transpose(1, 2) + mask[:, :, None]  # [B, S, T]; see _Attention
+        found = scores.softmax(dim=1).transpose(1, 2).to(memory.dtype) @ memory[0]
         return self.dropout(torch.tanh(self.joined(torch.cat([x, found], dim=2))))
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
