@@ -42,7 +42,7 @@ def test_plans_translate_as_their_files(architecture: str, precision: Precision,
     torch.manual_seed(0)
     network = build_model(f"translation/{architecture}", NUM_TOKENS)
     graphs = _graphs(network)
-    config = resolve(ExportConfig, "export", {"max_batch": 4, "optimization_level": 1})
+    config = resolve(ExportConfig, "export", {"max_batch": 8, "optimization_level": 1})
     builder = _PlanBuilder.of(config, StepLog("export"), network, MAX_TOKENS, SOURCES)
     assert builder is not None
     builder.forms = builder.forms[form:]
