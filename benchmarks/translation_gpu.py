@@ -8,7 +8,6 @@ weights in FP16: eager; and, after results without it are written, by torch.comp
 use the GPU.
 """
 
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from components.common.contracts.manifests import (
 )
 from components.common.runtimes.architectures import build_model, load_weights
 from components.common.tasks.translation.evaluation import read_pairs
+from components.common.tasks.translation.gpu import advance
 from components.common.tasks.translation.networks import MAX_POSITIONS, Transformer
 from components.common.tasks.translation.runners import batches_by_length, open_translator
 from components.common.tasks.translation.search import longest_translations, padded
@@ -67,9 +67,9 @@ def eager(network: Transformer, max_tokens: int) -> Greedy:
         state = network.empty_state(memory, int(longest))
 
         def step(tokens: torch.Tensor, position: int) -> torch.Tensor:
-            nonlocal state
             place = torch.full((1,), position, device="cuda")
-            logits, state = network.step(tokens, place, memory, mask, state)
+            logits, found = network.step(tokens, place, memory, mask, state)
+            advance(state, found, place)
             return logits.argmax(1)
 
         return _greedy(source, max_tokens, step)
@@ -81,8 +81,8 @@ def compiled(network: Transformer, max_tokens: int) -> Greedy:
     """The same by torch.compile with CUDA graphs: the state has its largest size, and each step writes one place."""
 
     def attend(attention: Any, x: torch.Tensor, read: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        queries = attention.query(x).reshape(len(x), 1, attention.num_heads, -1).transpose(1, 2)
-        scores = queries @ read[0].transpose(2, 3) / math.sqrt(queries.shape[3]) + mask
+        queries = attention._queries(x)
+        scores = queries @ read[0].transpose(2, 3) + mask
         return attention.output((scores.softmax(dim=3) @ read[1]).transpose(1, 2).flatten(2))
 
     def step(

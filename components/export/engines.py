@@ -69,10 +69,14 @@ Sizes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # smallest, tu
 
 @dataclass(frozen=True)
 class Tensors:
-    """Inputs and outputs of a network, and the sizes of its inputs that a plan takes: those of each profile."""
+    """Inputs and outputs of a network, and the sizes of its inputs that a plan takes: those of each profile.
+
+    `half` names those that are float16 where the plan is not FP32.
+    """
 
     profiles: Sequence[Mapping[str, Sizes]]
     outputs: Sequence[str]
+    half: Collection[str] = ()
 
     @classmethod
     def of_images(cls, shapes: ShapeSpec) -> "Tensors":
@@ -218,6 +222,10 @@ def _try_to_build(trt: ModuleType, order: _Order, model: bytes) -> tuple[Any, tu
     network = builder.create_network(_network_flags(trt))
     _parse(trt, network, model, order.onnx_path)
     _check_tensors(network, order.onnx_path, order.tensors)
+    if order.precision != "fp32" and not _is_strongly_typed(trt):  # else the file says so
+        for io_tensor in _io_tensors(network):
+            if io_tensor.name in order.tensors.half:
+                io_tensor.dtype = trt.float16
     config = builder.create_builder_config()
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, order.workspace_bytes)
     config.builder_optimization_level = order.optimization_level
@@ -281,9 +289,15 @@ def _parse(trt: ModuleType, network: Any, model: bytes, onnx_path: Path) -> None
     )
 
 
+def _io_tensors(network: Any) -> list[Any]:
+    """Inputs, then outputs."""
+    inputs = [network.get_input(index) for index in range(network.num_inputs)]
+    return inputs + [network.get_output(index) for index in range(network.num_outputs)]
+
+
 def _check_tensors(network: Any, onnx_path: Path, tensors: Tensors) -> None:
-    inputs = [network.get_input(index).name for index in range(network.num_inputs)]
-    outputs = [network.get_output(index).name for index in range(network.num_outputs)]
+    names = [io_tensor.name for io_tensor in _io_tensors(network)]
+    inputs, outputs = names[: network.num_inputs], names[network.num_inputs :]
     expected = [*tensors.profiles[0]]
     if inputs != expected or outputs != [*tensors.outputs]:
         raise UserError(

@@ -54,6 +54,7 @@ from components.common.tasks.translation.runners import (
     STEP_OUTPUTS,
     OpenVinoNetwork,
     Translator,
+    advanced,
     batches_by_length,
     with_room,
 )
@@ -81,6 +82,7 @@ from components.export.selection import Budget
 _METHODS = tuple(name for name in RANGES if name != "smoothquant")
 _NUM_CHECKED = 8  # sentences on which ONNX Runtime and torch are compared
 _MAX_TRIALS = 4  # with layers in float, which leave half of the cost each time
+_HALF = ("memory", "state", "next_state")  # float16 in plans but those in FP32: a GPU reads all of them in each step
 _SEED = 0  # of the choice of sentences
 Graphs = tuple[onnx.ModelProto, onnx.ModelProto]  # of encoder and step
 _Profile = Mapping[str, tuple[int, int, int]]  # sizes of each axis that changes: smallest, tuned for, largest
@@ -188,7 +190,7 @@ def _weight_storage() -> WeightStorage:
 
 
 def _in_fp16(graphs: Graphs) -> Graphs:
-    encoder, step = (raise_opset(to_fp16(graph)) for graph in graphs)
+    encoder, step = (raise_opset(to_fp16(graph, _HALF)) for graph in graphs)
     return encoder, step
 
 
@@ -347,7 +349,7 @@ class _PlanBuilder:
     def _tensors(self, graph: onnx.ModelProto, form: Sequence[_Profile]) -> Tensors:
         inputs = [value.name for value in graph.graph.input]
         profiles = [{name: self._limits(name, sizes) for name in inputs} for sizes in form]
-        return Tensors(profiles, [value.name for value in graph.graph.output])
+        return Tensors(profiles, [value.name for value in graph.graph.output], _HALF)
 
     def _limits(self, name: str, sizes: _Profile) -> Sizes:
         low, usual, high = (
@@ -391,8 +393,8 @@ class OnnxNetwork:
         """See Network."""
         state = with_room(state, self._state_sizes, len(tokens), position)
         values = (tokens, np.array([position]), memory, mask, state)
-        logits, state = self._run(1, dict(zip(STEP_INPUTS, values, strict=True)), STEP_OUTPUTS)
-        return logits, state
+        logits, found = self._run(1, dict(zip(STEP_INPUTS, values, strict=True)), STEP_OUTPUTS)
+        return logits, advanced(state, found, position)
 
     def _run(self, which: int, inputs: Mapping[str, np.ndarray], outputs: Sequence[str]) -> list[np.ndarray]:
         session, histograms = self._sessions[which], self.histograms[which]

@@ -52,6 +52,7 @@ def test_plans_translate_as_their_files(architecture: str, precision: Precision,
     entries = builder.build(graphs, files, precision)
     plans = open_plans([file.with_suffix(".plan") for file in files], entries, MAX_TOKENS)
     assert isinstance(plans, GpuNetwork)
+    assert plans.step_graph.inputs["state"] == (torch.float32 if precision == "fp32" else torch.float16)
     expected = np.concatenate(list(teacher_forced(OnnxNetwork(graphs), SOURCES, TARGETS)))
     logits = np.concatenate(list(teacher_forced(plans, SOURCES, TARGETS)))
     tolerance = {"fp32": 1e-3, "fp16": 2e-2}[precision]

@@ -59,6 +59,7 @@ VARIABLES = {
     "context": "IExecutionContext",
     "engine": "ICudaEngine",
     "inspector": "EngineInspector",
+    "io_tensor": "ITensor",
     "network": "INetworkDefinition",
     "parser": "OnnxParser",
     "profile": "IOptimizationProfile",

@@ -58,6 +58,8 @@ def test_fp16_is_typed_with_fp32_edges_and_answers_as_fp32(resnet18, fp16):
     assert (model_opset(fp16), fp16.ir_version) == (17, 8)
     assert fp16.ByteSize() < 0.52 * model.ByteSize()
     assert fp16.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+    half = to_fp16(model, [model.graph.input[0].name])
+    assert io_types(half) == [TensorProto.FLOAT16, TensorProto.FLOAT]
     assert relative(logits(fp16, images), logits(model, images)) < 5e-3
 
 

@@ -75,7 +75,8 @@ class GpuNetwork:
         numbers = (torch.from_numpy(tokens[rows]), torch.tensor([position]))
         values = (*(number.to(self.torch_device) for number in numbers), memory[:, rows], mask[rows], state[:, rows])
         found = self.step_graph.run(dict(zip(STEP_INPUTS, values, strict=True)))
-        return found["logits"][:num_rows].float().cpu().numpy(), found["next_state"][:, :num_rows]
+        advance(state, found["next_state"][:, :num_rows], values[1])
+        return found["logits"][:num_rows].float().cpu().numpy(), state
 
     def greedy(self, source: np.ndarray) -> np.ndarray:
         """The likeliest token each time, until all sentences have ended: [B, S] int64 -> [B, T] int64 with PAD behind.
@@ -120,6 +121,14 @@ class GpuNetwork:
         return np.arange(size) % num_rows if size > num_rows else slice(None)
 
 
+def advance(state: torch.Tensor, found: torch.Tensor, position: torch.Tensor) -> None:
+    """Write what a step returned into its state, at `position` [1] of one with room for tokens."""
+    if state.shape == found.shape:
+        state.copy_(found)
+    else:
+        state.index_copy_(3, position, found)
+
+
 def room(length: int, max_tokens: int) -> int:
     """Tokens that whole graphs find of sentences of so many tokens, a few more than the longest translation has."""
     (longest,) = longest_translations(np.full((1, length), BOS), max_tokens)
@@ -139,13 +148,11 @@ class _Batch:
         self._ended = torch.zeros(batch, dtype=torch.bool, device=device)
         self._limits = torch.zeros(batch, dtype=torch.int64, device=device)  # tokens of the longest translations
         encoded = network.encoder.run({"source": self._source})
-        self._states = [network.empty_state(batch, length) for _ in range(2)]
-        fixed = (self._tokens, self._place, *(encoded[name] for name in ENCODER_OUTPUTS))
-        odd, even = (dict(zip(STEP_INPUTS, (*fixed, state), strict=True)) for state in self._states)
-        self._logits = network.step_graph.run(odd)["logits"]
-        pairs = ((odd, even["state"]), (even, odd["state"]))
-        steps = [network.step_graph.bind(own, {"logits": self._logits, "next_state": other}) for own, other in pairs]
-        self._steps = steps * (STEPS // 2)
+        self._state = network.empty_state(batch, length)
+        read = (self._tokens, self._place, *(encoded[name] for name in ENCODER_OUTPUTS), self._state)
+        inputs = dict(zip(STEP_INPUTS, read, strict=True))
+        self._outputs = network.step_graph.run(inputs)
+        self._step = network.step_graph.bind(inputs, self._outputs)
         self._encode = network.encoder.bind({"source": self._source}, encoded)
         self._replay_encode = network.capture("encoder", self._encode)
         self._replay_steps = network.capture("step", self._some_steps)
@@ -160,7 +167,7 @@ class _Batch:
         self._limits[:num_rows] = torch.from_numpy(longest_translations(source, self._max_tokens))
         self._place.zero_()
         self._tokens.fill_(BOS)
-        self._states[0].zero_()
+        self._state.zero_()
         (self._replay_encode or self._encode)()
         while done < self._num_tokens:
             (self._replay_steps or self._some_steps)()
@@ -170,9 +177,10 @@ class _Batch:
         return self._found[:done, :num_rows].T.cpu().numpy()
 
     def _some_steps(self) -> None:
-        for step in self._steps:
-            step()
-            tokens = torch.where(self._ended, PAD, self._logits.argmax(dim=1))
+        for _ in range(STEPS):
+            self._step()
+            advance(self._state, self._outputs["next_state"], self._place)
+            tokens = torch.where(self._ended, PAD, self._outputs["logits"].argmax(dim=1))
             self._found.index_copy_(0, self._place, tokens[None])
             self._tokens.copy_(tokens)
             self._place += 1

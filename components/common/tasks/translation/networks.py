@@ -6,10 +6,11 @@ before in its state. Both ways compute the same. What `encode` returns and `step
 - memory [M, B, ...]: what a step reads of the sources, of any kind, the batch in the second axis;
 - mask [B, S] float: 0 for tokens, a large negative number behind a sentence's end;
 
-and what a step takes and returns, zeros before the first one (`empty_state`):
+- state [N, B, ...]: what a step knows of the tokens before, zeros before the first one (`empty_state`). The
+  Transformer's has room for all tokens of a translation, [N, B, heads, T, width / heads].
 
-- state [N, B, ...]: what a step knows of the tokens before. Its sizes stay: it has room for all tokens of a translation
-  from the start, so that all steps are alike.
+A step returns logits and what becomes of the state: all of it, or the entry of the Transformer's at its position, so
+that nobody copies the others.
 """
 
 import math
@@ -54,14 +55,31 @@ class _Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, read: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """[B, T, width] queries from x, `read` as above of R tokens, mask [B or 1, 1, T or 1, R] -> [B, T, width]."""
-        queries = self.query(x).reshape(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
-        scale = math.sqrt(queries.shape[3])
-        if x.shape[1] == 1:  # keys first: of one query TensorRT 8.6 reads the mask of the first sentence alone
-            scores = (read[0] @ queries.transpose(2, 3) / scale + mask.transpose(2, 3)).softmax(dim=2).transpose(2, 3)
-        else:
-            scores = (queries @ read[0].transpose(2, 3) / scale + mask).softmax(dim=3)
-        found = scores @ read[1]  # [B, heads, T, width / heads]
+        queries = self._queries(x)
+        found = (queries @ read[0].transpose(2, 3) + mask).softmax(dim=3) @ read[1]  # [B, heads, T, width / heads]
         return self.output(found.transpose(1, 2).flatten(2))
+
+    def one(
+        self, x: torch.Tensor, read: torch.Tensor, mask: torch.Tensor, last: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One query of each sentence, over R tokens and a `last` one: mask [B or 1, 1, R, 1] -> [B, 1, width].
+
+        Keys come first: with queries first TensorRT 8.6 reads the mask of the first sentence alone.
+        """
+        queries = self._queries(x)
+        scores = read[0] @ queries.transpose(2, 3) + mask
+        if last is None:
+            found = scores.softmax(dim=2).transpose(2, 3) @ read[1]
+        else:
+            scores = torch.cat([scores, (last[0] * queries).sum(dim=3, keepdim=True)], dim=2)
+            shares = scores.softmax(dim=2).transpose(2, 3)
+            found = shares[..., :-1] @ read[1] + shares[..., -1:] * last[1]
+        return self.output(found.transpose(1, 2).flatten(2))
+
+    def _queries(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, width] -> [B, heads, T, width / heads], scaled."""
+        queries = self.query(x).reshape(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
+        return queries / math.sqrt(queries.shape[3])
 
 
 class _FeedForward(nn.Sequential):
@@ -92,19 +110,28 @@ class _DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
+        self, x: torch.Tensor, own_mask: torch.Tensor, memory: torch.Tensor, source_mask: torch.Tensor
+    ) -> torch.Tensor:
+        """X [B, T, width] -> [B, T, width]."""
+        normed = self.norms[0](x)
+        x = x + self.dropout(self.own(normed, self.own.read(normed), own_mask))
+        x = x + self.dropout(self.source(self.norms[1](x), memory, source_mask))
+        return x + self.dropout(self.feed_forward(self.norms[2](x)))
+
+    def step(
         self,
         x: torch.Tensor,
-        own_mask: torch.Tensor,
+        before: torch.Tensor,
+        before_mask: torch.Tensor,
         memory: torch.Tensor,
         source_mask: torch.Tensor,
-        join: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """X [B, T, width] -> [B, T, width], and what was read of it, by `join` with that of the tokens before."""
+        """X [B, 1, width] -> [B, 1, width], and what was read of it; masks as those of _Attention.one."""
         normed = self.norms[0](x)
-        read = join(self.own.read(normed))
-        x = x + self.dropout(self.own(normed, read, own_mask))
-        x = x + self.dropout(self.source(self.norms[1](x), memory, source_mask))
-        return x + self.dropout(self.feed_forward(self.norms[2](x))), read
+        read = self.own.read(normed)
+        x = x + self.own.one(normed, before, before_mask, read)
+        x = x + self.source.one(self.norms[1](x), memory, source_mask)
+        return x + self.feed_forward(self.norms[2](x)), read
 
 
 class Transformer(nn.Module):
@@ -146,43 +173,25 @@ class Transformer(nn.Module):
         mask: torch.Tensor,
         state: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [B] int64 at `position` [1] int64 -> logits [B, V] of the next ones, and the state with these."""
-        places = self.places[: state.shape[3]]
-        own_mask, is_here = (places > position).float()[None, None, None] * _MASKED, (places == position)[:, None]
-
-        def written(layer: int, read: torch.Tensor) -> torch.Tensor:
-            before = state[2 * layer : 2 * layer + 2]
-            return torch.where(is_here, read.to(before.dtype), before)
-
-        position_row = self.positions.index_select(0, position)
-        x, states = self._decode(tokens[:, None], position_row, memory, mask, own_mask, written)
-        return self._logits(x[:, 0]), torch.cat(states)
+        """Tokens [B] int64 at `position` [1] int64 -> logits [B, V] of the next ones, and entries of the state."""
+        before_mask = (self.places[: state.shape[3], None] >= position).to(state) * _MASKED  # [T, 1]
+        source_mask, found = mask[:, None, :, None], []
+        x = self.embedding(tokens[:, None]) * self.scale + self.positions.index_select(0, position)
+        for index, layer in enumerate(self.decoder):
+            own = slice(2 * index, 2 * index + 2)
+            x, read = cast(_DecoderLayer, layer).step(x, state[own], before_mask, memory[own], source_mask)
+            found.append(read)
+        return self._logits(self.norms[1](x)[:, 0]), torch.cat(found)
 
     def forward(self, pairs: torch.Tensor) -> torch.Tensor:
         """[B, 2, L] int64, sources and the targets' tokens before each -> logits [B, L, V]."""
         memory, mask = self.encode(pairs[:, 0])
         length = pairs.shape[2]
-        later = torch.ones(1, 1, length, length, device=pairs.device).triu(1) * _MASKED
-        x, _ = self._decode(pairs[:, 1], self.positions[:length], memory, mask, later, lambda _, read: read)
-        return self._logits(x)
-
-    def _decode(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        memory: torch.Tensor,
-        mask: torch.Tensor,
-        own_mask: torch.Tensor,
-        join: Callable[[int, torch.Tensor], torch.Tensor],
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Tokens [B, T], own_mask [1, 1, T or 1, R] -> [B, T, width], and of each layer what it read and joined."""
-        x = self.dropout(self.embedding(tokens) * self.scale + positions)
-        own_mask, reads = own_mask.to(x), []
+        x = self.dropout(self.embedding(pairs[:, 1]) * self.scale + self.positions[:length])
+        later = torch.ones(length, length, device=x.device, dtype=x.dtype).triu(1) * _MASKED
         for index, layer in enumerate(self.decoder):
-            own = slice(2 * index, 2 * index + 2)
-            x, read = layer(x, own_mask, memory[own], mask[:, None, None], partial(join, index))
-            reads.append(read)
-        return self.norms[1](x), reads
+            x = layer(x, later, memory[2 * index : 2 * index + 2], mask[:, None, None])
+        return self._logits(self.norms[1](x))
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.embedding.weight)

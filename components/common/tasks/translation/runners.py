@@ -31,7 +31,7 @@ def state_shape(sizes: Sequence[int | None], batch: int, num_tokens: int) -> tup
 def with_room(state: np.ndarray | None, sizes: Sequence[int | None], batch: int, position: int) -> np.ndarray:
     """The state of a step, None before the first, with room for a token at `position`: for a few more at a time.
 
-    Processors copy all of the state in each step, so that room for the longest translation would cost them most.
+    Processors attend to all of the room in each step, so that room for the longest translation would cost them most.
     """
     if state is not None and all(
         own > position for own, size in zip(state.shape[2:], sizes[2:], strict=True) if size is None
@@ -41,6 +41,14 @@ def with_room(state: np.ndarray | None, sizes: Sequence[int | None], batch: int,
     if state is not None:
         wider[tuple(map(slice, state.shape))] = state
     return wider
+
+
+def advanced(state: np.ndarray, found: np.ndarray, position: int) -> np.ndarray:
+    """The state behind a step that returned `found`; one with room for tokens is written."""
+    if state.shape == found.shape:
+        return found
+    state[:, :, :, position : position + 1] = found
+    return state
 
 
 def _check_outputs(encoder: Path, outputs: Collection[str]) -> None:
@@ -93,7 +101,7 @@ class OpenVinoNetwork:
         values = zip(STEP_INPUTS, (tokens, np.array([position]), memory, mask, state), strict=True)
         # An LSTM knows the position by its state.
         found = self._step.infer({name: value for name, value in values if name in self._inputs}, share_inputs=True)
-        return found["logits"], np.array(found["next_state"])
+        return found["logits"], advanced(state, np.array(found["next_state"]), position)
 
 
 class Translator:

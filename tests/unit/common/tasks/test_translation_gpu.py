@@ -155,7 +155,7 @@ def test_what_graphs_refer_to_lives_as_long_as_they_do(module: nn.Module, captur
     network.greedy(padded(SOURCES))
     bound = [reference for plan in (network.encoder, network.step_graph) for reference in plan.bound]
     assert captures == [(0, 1)] * 2
-    assert len(bound) == 3
+    assert len(bound) == 2
     assert all(reference() is not None for reference in bound)
     del network  # and no longer: their memory comes back at once
     assert all(reference() is None for reference in bound)

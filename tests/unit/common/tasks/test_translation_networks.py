@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from components.common.runtimes.architectures import build_model
 from components.common.tasks.translation.networks import MAX_POSITIONS
+from components.common.tasks.translation.runners import advanced
 from components.common.tasks.translation.search import padded, search
 from components.common.tasks.translation.vocabulary import BOS, EOS, PAD
 from components.preprocess.config import PreprocessConfig
@@ -30,7 +31,8 @@ class Torch:
     @torch.no_grad()
     def step(self, tokens: np.ndarray, position: int, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
         tensors = [torch.from_numpy(each) for each in (tokens, np.array([position]), *arrays)]
-        return tuple(each.numpy() for each in self.model.step(*tensors))
+        logits, found = (each.numpy() for each in self.model.step(*tensors))
+        return logits, advanced(arrays[-1], found, position)
 
 
 @pytest.fixture(params=ARCHITECTURES)
