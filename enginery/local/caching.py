@@ -32,6 +32,7 @@ from components.common.contracts.manifests import (
     write_atomically,
 )
 from components.common.contracts.settings import fingerprinted
+from components.common.registry.keys import KEY_VARIABLE
 from components.common.runtimes import RUNTIMES
 from components.preprocess.sources import is_uri, kind_of, local_path
 from enginery.local.parameters import STEP_CONFIGS, PipelineFile
@@ -107,6 +108,8 @@ class StepCache:
         """
         graph = {task: self._before(task) for task in self._tasks}
         for task in TopologicalSorter(graph).static_order() if reuse else ():
+            if step_of(task) == "gate" and os.environ.get(KEY_VARIABLE):
+                continue  # an earlier verdict is unsigned, or signed by another key
             # A dataset packed in parts has no key, nor has anything made of it.
             if step_of(task) in _STEPS and all(name in self.keys for name in self._before(task)):
                 self.keys[task] = self._key(task)

@@ -14,6 +14,7 @@ from kfp.local.cache import LocalCache
 from components.common.contracts import environment as machine
 from components.common.contracts.environment import Gpu
 from components.common.contracts.manifests import PARTIAL_OUTPUT, Artifact, DatasetManifest
+from components.common.registry.keys import KEY_VARIABLE
 from enginery.local import caching
 from enginery.local.caching import StepCache, fingerprint, offer, source_digest
 from enginery.local.parameters import PipelineFile, load_pipeline, resolve_arguments
@@ -66,6 +67,11 @@ def test_promote_has_no_key_and_the_same_arguments_have_the_same_keys(cached: Ca
     options = {task: spec.caching_options for task, spec in file.pipeline.pipeline_spec.root.dag.tasks.items()}
     assert [task for task, option in options.items() if not option.enable_cache] == ["promote"]
     assert {step: options[step].cache_key for step in STEPS} == cache.keys
+
+
+def test_a_gate_that_is_to_sign_runs_again(cached: Cached, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "enginery.key")
+    assert list(cached().keys) == STEPS[:-1]
 
 
 @pytest.mark.parametrize(
