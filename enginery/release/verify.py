@@ -5,12 +5,13 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, Literal
 
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
@@ -33,7 +34,7 @@ from components.common.contracts.manifests import (
 )
 from components.common.contracts.records import GateCheck, Precision, Record
 from components.common.contracts.verdict import Thresholds, run_checks
-from components.common.registry.keys import MAKE_KEY, load_public_key, public_pem, read_key
+from components.common.registry.keys import load_public_key, public_pem, read_key
 from components.common.registry.trust import SIGNATURE, STATEMENTS, folder_problem
 from components.common.runtimes import measured_plans
 
@@ -176,13 +177,13 @@ def public_key(file: Path) -> PublicKey:
             code="private-key-given",
             setting="--key",
         )
+    with suppress(ValueError, UnsupportedAlgorithm):
+        if isinstance(key := load_pem_public_key(data), Ed25519PublicKey):
+            return key
     try:
-        key = load_pem_public_key(data)
-        return key if isinstance(key, Ed25519PublicKey) else load_public_key(data, str(file))
+        return load_public_key(data, str(file))
     except ValueError as error:
-        raise UserError(
-            f"{file} is no public key in PEM ({error}); {MAKE_KEY}", code="not-a-public-key", setting="--key"
-        ) from None
+        raise UserError(str(error), code="not-a-public-key", setting="--key") from None
 
 
 def fingerprint(key: PublicKey) -> str:
@@ -382,7 +383,9 @@ def _check_signature(folder: Path, listed: bytes, key: PublicKey | None) -> tupl
             return [], "NOT CHECKED: name the signer's public key with --key"
         return [], "none: this release is not signed, so whoever could write it could also change it"
     if not signed:
-        return [f"{name} is missing: this release is not signed"], "missing"
+        other = (folder / (SIGNATURE if name == OLD_SIGNATURE else OLD_SIGNATURE)).is_file()
+        why = "it was signed by a key of another kind" if other else "this release is not signed"
+        return [f"{name} is missing: {why}"], "missing"
     if not isinstance(key, Ed25519PublicKey):
         problem = folder_problem(folder, public_pem(key))
     else:

@@ -30,6 +30,7 @@ def private_key(data: bytes, file: str) -> Any:
     Raises:
         UserError: see `signing_key`.
     """
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -42,11 +43,14 @@ def private_key(data: bytes, file: str) -> Any:
             raise UserError(message, code="passphrase-not-needed", setting=PASSPHRASE_VARIABLE) from None
         message = f"the key {file} has a passphrase; set {PASSPHRASE_VARIABLE} to it"
         raise UserError(message, code="passphrase-missing", setting=PASSPHRASE_VARIABLE) from None
-    except ValueError as error:
+    except UnsupportedAlgorithm:  # such as another curve
+        key = None
+    except ValueError:
         if passphrase and b"ENCRYPTED" in data:
             message = f"the key {file} can't be opened with the passphrase in {PASSPHRASE_VARIABLE}"
             raise UserError(message, code="passphrase-wrong", setting=PASSPHRASE_VARIABLE) from None
-        raise UserError(f"{file} is no private key in PEM ({error}); {MAKE_KEY}", code="not-a-private-key") from None
+        message = f"{file} is no private key in PEM (-----BEGIN PRIVATE KEY-----); {MAKE_KEY}"
+        raise UserError(message, code="not-a-private-key") from None
     if not isinstance(key, EllipticCurvePrivateKey) or not isinstance(key.curve, SECP256R1):
         raise UserError(f"{file} is a key of another kind than ECDSA P-256; {MAKE_KEY}", code="other-key-kind")
     return key
@@ -70,11 +74,14 @@ def load_public_key(data: bytes, where: str) -> Any:
     Raises:
         ValueError: it is none.
     """
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurvePublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
     try:
         key = load_pem_public_key(data)
+    except UnsupportedAlgorithm:  # such as another curve
+        key = None
     except ValueError:
         raise ValueError(f"{where} is no public key in PEM (-----BEGIN PUBLIC KEY-----); {MAKE_KEY}") from None
     if not isinstance(key, EllipticCurvePublicKey) or not isinstance(key.curve, SECP256R1):

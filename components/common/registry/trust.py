@@ -435,7 +435,9 @@ def folder_problem(folder: Path, signer: str | TrustedIdentity) -> str:
             return f"{SIGNATURE} is no signature by that key"
         except Exception as error:  # model-signing and sigstore have many kinds for a damaged file
             files = re.findall(r"Hash mismatch for \\*'(.*?)\\*'", str(error))  # the rest of that message is bytes
-            return f"{SIGNATURE} does not fit {shortened(', '.join(files[:5])) or _reason(error)}"
+            if not files:
+                return f"{SIGNATURE} is by another signer, or damaged: {_reason(error)}"
+            return f"{SIGNATURE} does not fit {shortened(', '.join(files[:5]))}"
     # Statements may come later; anything else could be what is loaded, beside what was signed for something else.
     try:
         envelope = json.loads(data)["dsseEnvelope"]
@@ -549,6 +551,8 @@ def _identity_token() -> str | None:
 
 def _reason(error: BaseException) -> str:
     """The words of a library's error, or those of its cause."""
+    if isinstance(error, ValidationError):
+        return first_problem(error)
     return shortened(str(error).strip() or f"{type(error).__name__} {error.__cause__ or ''}", 500)
 
 

@@ -171,24 +171,38 @@ def test_keys_of_every_kind(proved, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     rsa = tmp_path / "rsa.key"
     subprocess.run(["openssl", "genrsa", "-out", str(rsa), "2048"], check=True, capture_output=True)
     (tmp_path / "text.key").write_text("no key")
+    (tmp_path / "config.key").write_text("{}")
+    for curve in ("P-384", "secp224k1"):  # the library does not know the second
+        made, pair = tmp_path / f"{curve}.key", ("openssl", "genpkey", "-algorithm", "EC", "-pkeyopt")
+        subprocess.run([*pair, f"ec_paramgen_curve:{curve}", "-out", made], check=True)
+        subprocess.run(["openssl", "pkey", "-in", made, "-pubout", "-out", made.with_suffix(".pub")], check=True)
     for file, passphrase, code in (
         (tmp_path / "nothing", "", "key-unreadable"),
         (tmp_path / "text.key", "", "not-a-private-key"),
         (public, "", "not-a-private-key"),
         (rsa, "", "other-key-kind"),
+        *((tmp_path / f"{curve}.key", "", "other-key-kind") for curve in ("P-384", "secp224k1")),
+        (tmp_path / "config.key", "", "trust-config-invalid"),
         (locked, "", "passphrase-missing"),
         (locked, "wrong", "passphrase-wrong"),
         (plain, "open sesame", "passphrase-not-needed"),
     ):
         monkeypatch.setenv(PASSPHRASE_VARIABLE, passphrase)
-        with refuses(code):
+        with refuses(code) as refusal:
             release(tmp_path / "out", proved.parts, "--key", file)
+        assert "https:" not in str(refusal.value), "an address of a library's own documents"
         assert not (tmp_path / "out").exists()
     monkeypatch.setenv(PASSPHRASE_VARIABLE, "open sesame")
     release(tmp_path / "out", proved.parts, "--key", locked)
     for name, code in (("locked", "private-key-given"), ("rsa", "private-key-given"), ("text", "not-a-public-key")):
-        with refuses(code):
+        with refuses(code) as refusal:
             enginery("verify", tmp_path / "out", "--key", tmp_path / f"{name}.key")
+        assert "https:" not in str(refusal.value)
+    for curve in ("P-384", "secp224k1"):
+        with refuses("not-a-public-key") as refusal:
+            enginery("verify", tmp_path / "out", "--key", tmp_path / f"{curve}.pub")
+        assert str(refusal.value).count("another kind than ECDSA P-256; make a pair") == 1
+        assert "is no public key" not in str(refusal.value)
 
 
 # --- nothing half-written

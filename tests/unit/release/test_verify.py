@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from components.common.process.steplog import StepLog
 from components.common.registry.keys import KEY_VARIABLE
@@ -119,15 +120,18 @@ def test_signatures_of_something_else(release: Path, key, proved, tmp_path: Path
     private, public = write_keys(tmp_path / "stranger")
     stranger, file = public_key(public), release / "model.sig"
     own = file.read_bytes()
-    assert "model.sig does not fit" in problems(release, stranger)
+    assert "model.sig is by another signer, or damaged: " in problems(release, stranger)
     write_release(proved.parts, tmp_path / "other", name="other", key=private)
     shutil.copyfile(tmp_path / "other/model.sig", file)
-    assert "model.sig does not fit" in problems(release, key)
+    assert "model.sig is by another signer, or damaged: " in problems(release, key)
     assert "model.sig does not fit" in problems(release, stranger)
     for data in (b"", own[:-1], own + b"x", bytes(64)):
         file.write_bytes(data)
-        assert "model.sig does not fit" in problems(release, key)
+        assert "model.sig is by another signer, or damaged: " in problems(release, key)
+    old = Ed25519PrivateKey.generate().public_key()
+    assert problems(release, old) == "SHA256SUMS.sig is missing: it was signed by a key of another kind"
     file.unlink()
+    assert problems(release, old) == "SHA256SUMS.sig is missing: this release is not signed"
     assert problems(release, key) == "model.sig is missing: this release is not signed"
     assert verify(release).signature.startswith("none: this release is not signed")
     file.write_bytes(own)
