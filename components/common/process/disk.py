@@ -1,4 +1,4 @@
-"""A disk that is full or can't be written, as one line with its fix."""
+"""A disk that is full or can't be written, or a database in use, as one line with its fix."""
 
 import errno
 import os
@@ -17,6 +17,7 @@ _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_SPACE_WORDS = re.compile(r"no space left|disk is full|os error 28\b|disk quota exceeded", re.IGNORECASE)
 
 _READ_ONLY_WORDS = re.compile("readonly database")  # SQLite's
+_LOCKED_WORDS = "database is locked"  # SQLite's, too
 
 
 def explain(error: BaseException, place: Path) -> EngineryError | None:
@@ -26,7 +27,7 @@ def explain(error: BaseException, place: Path) -> EngineryError | None:
         error: what was caught.
         place: where the process writes, for errors that don't name a file.
     """
-    return out_of_space(error, place) or _refused(error, place) or full(place)
+    return out_of_space(error, place) or _refused(error, place) or _locked(error) or full(place)
 
 
 def out_of_space(error: BaseException, place: Path) -> EngineryError | None:
@@ -55,6 +56,17 @@ def _refused(error: BaseException, place: Path) -> EngineryError | None:
                 "can be written",
                 code="permission-denied",
             )
+    return None
+
+
+def _locked(error: BaseException) -> EngineryError | None:
+    """Return the error of an SQLite file that another process holds."""
+    if any(_LOCKED_WORDS in str(cause) for cause in _causes(error)):
+        return EngineryError(
+            "another process keeps MLflow's database locked; wait until it is done, or end it, then run the same "
+            "command again (finished steps are kept)",
+            code="database-locked",
+        )
     return None
 
 

@@ -3,6 +3,7 @@
 import json
 import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from sqlalchemy.pool import Pool
 
 from components.common.registry.audit_log import AuditLog
 from components.common.registry.model_registry import Registry
+from components.common.registry.store import sqlite_file
 from components.promote.config import PromoteConfig
 from enginery.cli.commands import cli
 from enginery.registry.models import version_summary
@@ -90,6 +92,16 @@ def test_a_database_that_may_only_be_read(three: str, registry: Registry) -> Non
     finally:
         event.remove(Pool, "checkout", read_only)
         event.remove(Pool, "checkin", as_before)
+
+
+def test_a_database_that_another_process_holds(three: str, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("components.common.registry.model_registry._PATIENCE_S", 0.1)
+    file = sqlite_file(registry.uri)
+    assert file is not None
+    with closing(sqlite3.connect(file, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with refuses("database-locked"):
+            enginery("promote", "m", "1", "--to", "staging", "--why", "x")
 
 
 def test_a_worse_one_is_refused_or_forced(three: str, registry: Registry, tmp_path: Path) -> None:
