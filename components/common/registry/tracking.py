@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import mlflow
 import requests  # type: ignore[import-untyped]
+from google.protobuf.json_format import ParseError  # type: ignore[import-untyped]
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, LoggedModelStatus, Metric, Param, Run
 from mlflow.exceptions import MlflowException, RestException
@@ -63,7 +64,8 @@ def is_unreachable(error: Exception) -> bool:
         return error.get_http_status_code() >= 500 or error.error_code in _REFUSALS
     if isinstance(error, MlflowException):
         return str(error).startswith("API request to ")  # how MLflow tells whatever happens to a request
-    return isinstance(error, requests.RequestException)  # of uploads
+    # The first is of uploads; the second of an answer that MLflow would not give, so another server gives it.
+    return isinstance(error, requests.RequestException | ParseError)
 
 
 @contextmanager

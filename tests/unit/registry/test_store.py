@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf.json_format import ParseError
 from mlflow import MlflowClient
 from mlflow.entities import DatasetInput
 from mlflow.environment_variables import MLFLOW_ENABLE_PROXY_MULTIPART_DOWNLOAD, MLFLOW_ENABLE_PROXY_MULTIPART_UPLOAD
@@ -106,6 +107,7 @@ def test_a_database_that_went_away_is_no_busy_one() -> None:
     gone = "(psycopg.OperationalError) connection failed: Connection refused\n(Background on this error at: x)"
     busy = "(psycopg.errors.DeadlockDetected) deadlock detected"
     assert is_unreachable(MlflowException(gone))
+    assert is_unreachable(ParseError("repeated field registered_models must be in [] which is x"))  # no MLflow's answer
     assert not is_unreachable(MlflowException(busy))
     assert not database_is_gone(MlflowException("(sqlite3.OperationalError) database is locked"))
     errors = iter([busy, busy, gone])
