@@ -12,7 +12,7 @@ from enginery.registry.models import find_version, open_registry
 @click.argument("model", metavar="NAME@ALIAS|NAME/VERSION")
 @click.option("--env", "environment", required=True, metavar="ENV", help="The environment, such as production.")
 @click.option("--key", required=True, type=PATH, metavar="FILE", help="Private key to sign with.")
-@click.option("--days", type=click.IntRange(1), default=365, show_default=True, help="How long it counts.")
+@click.option("--days", type=click.IntRange(1, 36_500), default=365, show_default=True, help="How long it counts.")
 def approve(model: str, environment: str, key: Path, days: int) -> None:
     """Sign that a registered version may run in the environment ENV, and put the statement beside its files.
 

@@ -317,6 +317,11 @@ def test_an_approval_of_another_model_or_version(
     served("m/1", tmp_path / "first")
 
 
+def test_an_approval_ends_within_the_years_that_a_date_has(trusted: Machine) -> None:
+    done = enginery("approve", "m/1", "--env", "prod", "--key", trusted.key("board"), "--days", 9_999_999)
+    assert (done.exit_code, "--days" in done.output) == (2, True)
+
+
 def test_deploy_asks_for_the_approval_of_its_environment(trusted: Machine, checkout: Path, tmp_path: Path) -> None:
     repository = served("m/1", tmp_path / "repository", "--key", trusted.key("ci"))
     trusted.approve("m/1", "staging")
