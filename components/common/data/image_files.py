@@ -123,8 +123,9 @@ def check_encoded(data: bytes, name: str) -> int:
             text = f"{name} is a pointer of Git LFS, not the image itself; run `git lfs pull` in its repository"
             raise UserError(text, code="git-lfs-pointer") from None
         raise UserError(f"{name} is not an image; {_ACCEPTED}", code="not-an-image") from None
-    except Image.DecompressionBombError as error:
-        raise UserError(f"{name} is too large: {error}; make it smaller", code="image-too-large") from None
+    except Image.DecompressionBombError:
+        message = f"{name} is too large: at most {MAX_PIXELS:,} pixels are taken; make it smaller"
+        raise UserError(message, code="image-too-large") from None
     except Exception as error:  # Pillow's parsers let everything through
         raise UserError(f"{name} is damaged: {error}; save it again as JPEG or PNG", code="damaged-image") from None
 
