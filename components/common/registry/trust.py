@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from components.common.contracts.digests import canonical_json
 from components.common.contracts.errors import EngineryError, UserError, shortened, shown
@@ -352,7 +352,7 @@ def _check_newest(policy: TrustPolicy, what: str, subject: str, approved: str) -
     try:
         with file.with_name(f".{file.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # of two at once, the older would be written last
-            seen: dict[str, str] = json.loads(file.read_bytes()) if file.exists() else {}
+            seen = TypeAdapter(dict[str, str]).validate_json(file.read_bytes()) if file.exists() else {}
             if approved < seen.get(subject, ""):
                 raise _refusal(
                     what,
@@ -364,7 +364,8 @@ def _check_newest(policy: TrustPolicy, what: str, subject: str, approved: str) -
                 write_atomically(file, json.dumps({**seen, subject: approved}, indent=1).encode() + b"\n")
     except (OSError, ValueError) as error:
         raise UserError(
-            f"can't keep the newest approvals in {file}: {error}; correct the trust policy", code="approvals-unwritable"
+            f"can't keep the newest approvals in {file}: {_reason(error)}; correct the trust policy",
+            code="approvals-unwritable",
         ) from None
 
 

@@ -357,6 +357,17 @@ def test_a_downgrade_to_an_older_approved_version(
     served("m@champion", tmp_path / "out")
 
 
+@pytest.mark.parametrize("content", ["", "[]", '{"prod/m": 3}'])
+def test_newest_approvals_that_are_damaged(machine: Machine, content: str) -> None:
+    machine.policy(environment="prod", newest=True)
+    policy = trust.find_policy()
+    assert policy is not None
+    Path(policy.newest_approvals).write_text(content)
+    with refuses("approvals-unwritable") as refusal:
+        trust._check_newest(policy, "it", "prod/m", "2026-01-01T00:00:00Z")
+    assert "https:" not in str(refusal.value)
+
+
 def test_of_two_approvals_seen_at_once_the_newer_is_kept(machine: Machine) -> None:
     machine.policy(environment="prod", newest=True)
     policy = trust.find_policy()
