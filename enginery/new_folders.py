@@ -18,7 +18,7 @@ def check_new(output: Path, what: str) -> None:
         what: it is, such as "a release".
 
     Raises:
-        UserError: it exists, or the folder that it is to be in does not.
+        UserError: it exists, or the folder that it is to be in does not, or can't be written.
     """
     if output.exists() or output.is_symlink():
         raise UserError(
@@ -26,6 +26,11 @@ def check_new(output: Path, what: str) -> None:
         )
     if not output.absolute().parent.is_dir():
         raise UserError(f"there is no folder {output.absolute().parent}; make it first", code="no-parent-folder")
+    if not os.access(output.absolute().parent, os.W_OK):
+        message = (
+            f"can't write into {output.absolute().parent}; name a new folder elsewhere, or make it writable for you"
+        )
+        raise UserError(message, code="output-unwritable")
 
 
 @contextmanager

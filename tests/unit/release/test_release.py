@@ -105,6 +105,12 @@ def test_nothing_is_overwritten(proved, tmp_path: Path) -> None:
         release(tmp_path / "a/b", proved.parts)
 
 
+def test_a_folder_that_may_not_be_written_into(proved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write everywhere
+    with refuses("output-unwritable"):
+        release(tmp_path / "out", proved.parts)
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [
