@@ -63,8 +63,8 @@ def eager(network: Transformer, max_tokens: int) -> Greedy:
     def translate(source: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda", torch.float16):
             memory, mask = (each.half() for each in network.encode(source))
-        longest = longest_translations(source.cpu().numpy(), max_tokens).max()
-        state = network.empty_state(memory, int(longest))
+        longest = int(longest_translations(source.cpu().numpy(), max_tokens).max())
+        state = network.empty_state(memory, longest + 3)  # the end is looked for at every fourth token
 
         def step(tokens: torch.Tensor, position: int) -> torch.Tensor:
             place = torch.full((1,), position, device="cuda")
