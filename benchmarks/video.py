@@ -35,7 +35,7 @@ from components.analyze.labelling import MOST_FRAMES, num_readers
 from components.analyze.processes import num_processes, shares_of
 from components.analyze.run import analyze
 from components.analyze.videos import OpenVideo, VideoSource, find_videos, has_nvdec, rgb_images
-from components.common.contracts.environment import num_cores
+from components.common.contracts.environment import keep_streams_apart, num_cores
 from components.common.contracts.manifests import (
     AnalysisManifest,
     Artifact,
@@ -280,6 +280,7 @@ def main(
     with_hour: bool,
     results: Results,
 ) -> None:
+    keep_streams_apart()
     models = load(bundle, BundleManifest)
     selected = select_runtime(models, "int8", "auto")
     assert selected.runner is not None

@@ -9,6 +9,7 @@ from components.analyze.labelling import FileSink, label
 from components.analyze.page import page
 from components.analyze.processes import label_by_processes, num_processes
 from components.analyze.videos import find_videos
+from components.common.contracts.environment import keep_streams_apart
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import (
     AnalysisManifest,
@@ -57,6 +58,7 @@ def analyze(
             f"the bundle {bundle.path} translates sentences, and frames are images; name one of images",
             code="other-task",
         )
+    keep_streams_apart()  # `enginery video` is no step
     sources = list(enumerate(find_videos(config.sources)))
     prepare_directory(output)
     processes = num_processes(config, bundle, [source for _, source in sources])

@@ -31,7 +31,12 @@ _TOP_K = 3
 @click.argument("images", nargs=-1, metavar="IMAGE [IMAGE ...] | MODEL SENTENCE [SENTENCE ...]")
 @server_url
 @server_model
-@click.option("--top-k", type=click.IntRange(1), show_default="3", help="Of a classifier: classes for each image.")
+@click.option(
+    "--top-k",
+    type=click.IntRange(1),
+    show_default="3",
+    help="Of a classifier: classes for each image; a server names no more than it was exported for.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Write JSON instead of a table.")
 @click.option(
     "--picture", type=PATH, metavar="FILE.png|DIR", help="Of boxes and masks: also draw them; a folder for many images."
@@ -86,7 +91,7 @@ def predict(
         async with AsyncClient(url, model=model, retry=RetryPolicy(timeout_s=timeout, retry_s=retry)) as client:
             served = await client.classifier()
             reads = [read for _, read in named]
-            _check_options(picture, top_k, is_classifier=not served.answer_output)
+            _check_options(picture, top_k, beam_size, is_classifier=not served.answer_output)
             if served.answer_output:
                 task = answers_of((await client.parameters()).get("task", ""))
                 found = client.each(reads, client.answer, concurrency=concurrency)
@@ -208,8 +213,10 @@ def _check_picture(picture: Path, num_images: int) -> None:
             raise UserError(message, code="no-output", setting="--picture") from None
 
 
-def _check_options(picture: Path | None, top_k: int | None, *, is_classifier: bool) -> None:
+def _check_options(picture: Path | None, top_k: int | None, beam_size: int, *, is_classifier: bool) -> None:
     """Refuse an option that the answers of the model's task have no use for."""
+    if beam_size > 1:
+        raise UserError("images have no beams; leave --beam-size out", code="other-task", setting="--beam-size")
     if is_classifier and picture is not None:
         message = "the model names classes, which no picture shows; leave --picture out"
         raise UserError(message, code="other-task", setting="--picture")

@@ -444,7 +444,11 @@ def test_ctrl_c_ends_with_whole_files(bundle: Artifact[BundleManifest], tmp_path
             assert sum(1 for _ in container.decode(video=0)) == stream.num_labelled > 0
 
 
-def test_several_processes_find_what_one_finds(run_analysis: Analyze, tmp_path: Path) -> None:
+def test_several_processes_find_what_one_finds(
+    run_analysis: Analyze, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # is taken back
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     (tmp_path / "videos").mkdir()
     for number, size in enumerate([(96, 128), (64, 64), (96, 128), (90, 122)]):
         write_video(tmp_path / "videos" / f"{number}.mp4", digit_frames(size))
@@ -452,6 +456,7 @@ def test_several_processes_find_what_one_finds(run_analysis: Analyze, tmp_path: 
     one = run_analysis(tmp_path / "videos", annotate=True)
     one.path.rename(tmp_path / "one")
     one = load(tmp_path / "one", AnalysisManifest)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"  # also without a step, as `enginery video` has it
     several = run_analysis(tmp_path / "videos", annotate=True, num_processes=3)
     assert several.manifest.streams == one.manifest.streams
     assert [bool(stream.problem) for stream in one.manifest.streams] == 4 * [False] + [True]

@@ -95,8 +95,9 @@ def test_predict_writes_json_and_pictures(masks: Running, files: list[Path], tmp
     (tmp_path / "v1.2").mkdir()
     enginery("predict", names[0], *url, "--picture", tmp_path / "v1.2")
     assert len(list((tmp_path / "v1.2").iterdir())) == 1
-    with refuses("other-task", "--top-k"):
-        enginery("predict", names[0], *url, "--top-k", 2)
+    for option in ("--top-k", "--beam-size"):
+        with refuses("other-task", option):
+            enginery("predict", names[0], *url, option, 2)
 
 
 def test_a_challenger_is_of_classifiers(segmentation_chain: Chain, tmp_path: Path) -> None:
