@@ -30,6 +30,7 @@ from components.export.translation import (
     OnnxNetwork,
     _costliest,
     _graphs,
+    _in_fp16,
     _PlanBuilder,
     _Search,
     _split,
@@ -78,6 +79,12 @@ def test_any_batch_and_length_in_both_runtimes(graphs: Graphs, tmp_path: Path) -
             for network in (OnnxNetwork(graphs), in_openvino(graphs, tmp_path))
         ]
         assert found[0] == found[1]
+
+
+def test_fp16_in_openvino_which_serves_it_where_plans_need_a_gpu(graphs: Graphs, tmp_path: Path) -> None:
+    expected = logits(OnnxNetwork(graphs))
+    found = logits(in_openvino(_in_fp16(graphs), tmp_path))
+    np.testing.assert_allclose(found, expected, atol=5e-3 * np.abs(expected).max())
 
 
 def test_an_encoder_of_an_older_export_is_refused(graphs: Graphs, tmp_path: Path) -> None:
