@@ -31,7 +31,7 @@ from components.common.contracts.manifests import (
 )
 from components.common.runtimes.architectures import build_model, load_weights
 from components.common.tasks.translation.evaluation import read_pairs
-from components.common.tasks.translation.gpu import advance
+from components.common.tasks.translation.gpu import advance, room
 from components.common.tasks.translation.networks import MAX_POSITIONS, Transformer
 from components.common.tasks.translation.runners import batches_by_length, open_translator
 from components.common.tasks.translation.search import longest_translations, padded
@@ -45,10 +45,10 @@ Greedy = Callable[[torch.Tensor], torch.Tensor]
 
 def _greedy(source: torch.Tensor, max_tokens: int, step: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
     """Tokens [B, T]; `step` says the next ones, [B], from those before and their position."""
-    tokens = torch.full((len(source),), BOS, device="cuda")
-    limits = torch.from_numpy(longest_translations(source.cpu().numpy(), max_tokens)).cuda()
-    ended, found = torch.zeros_like(tokens, dtype=torch.bool), []
-    for position in range(max_tokens):
+    tokens = torch.full((len(source),), BOS, device=source.device)
+    longest = longest_translations(source.cpu().numpy(), max_tokens)
+    limits, ended, found = torch.from_numpy(longest).to(source.device), torch.zeros_like(tokens, dtype=torch.bool), []
+    for position in range(int(longest.max())):  # states have room for no more
         tokens = torch.where(ended, PAD, step(tokens, position))
         ended |= (tokens == EOS) | (limits <= position + 1)
         found.append(tokens)
@@ -67,7 +67,7 @@ def eager(network: Transformer, max_tokens: int) -> Greedy:
         state = network.empty_state(memory, longest + 3)  # the end is looked for at every fourth token
 
         def step(tokens: torch.Tensor, position: int) -> torch.Tensor:
-            place = torch.full((1,), position, device="cuda")
+            place = torch.full((1,), position, device=source.device)
             logits, found = network.step(tokens, place, memory, mask, state)
             advance(state, found, place)
             return logits.argmax(1)
@@ -78,7 +78,7 @@ def eager(network: Transformer, max_tokens: int) -> Greedy:
 
 
 def compiled(network: Transformer, max_tokens: int) -> Greedy:
-    """The same by torch.compile with CUDA graphs: the state has its largest size, and each step writes one place."""
+    """The same by torch.compile with CUDA graphs: each step writes one place of a state with the room of plans."""
 
     def attend(attention: Any, x: torch.Tensor, read: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         queries = attention._queries(x)
@@ -89,7 +89,7 @@ def compiled(network: Transformer, max_tokens: int) -> Greedy:
         tokens: torch.Tensor, place: torch.Tensor, memory: torch.Tensor, mask: torch.Tensor, state: torch.Tensor
     ) -> torch.Tensor:
         x = network.embedding(tokens[:, None]) * network.scale + network.positions.index_select(0, place)
-        later = torch.arange(max_tokens, device="cuda") > place
+        later = torch.arange(state.shape[3], device=place.device) > place
         own_mask = later.to(x.dtype)[None, None, None] * -1e4  # [1, 1, 1, T], as Inductor wants it
         for index, layer in enumerate(network.decoder):
             own = slice(2 * index, 2 * index + 2)
@@ -102,7 +102,7 @@ def compiled(network: Transformer, max_tokens: int) -> Greedy:
 
     fast = torch.compile(step, mode="reduce-overhead", dynamic=False)
     encode = torch.compile(network.encode, mode="reduce-overhead", dynamic=False)
-    places = [torch.full((1,), position, device="cuda") for position in range(max_tokens)]
+    places = [torch.full((1,), position, device=network.positions.device) for position in range(max_tokens)]
     states: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}  # addresses stay, as graphs want it
 
     def translate(source: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ def compiled(network: Transformer, max_tokens: int) -> Greedy:
         key = tuple(source.shape)
         if key not in states:
             memory, mask = encoded[0].half().clone(), encoded[1].half().clone()
-            states[key] = memory, mask, network.empty_state(memory, max_tokens)
+            states[key] = memory, mask, network.empty_state(memory, room(source.shape[1], max_tokens))
             for each in states[key]:  # else torch copies them for each step, and captures none that writes one
                 torch._dynamo.mark_static_address(each)
         memory, mask, state = states[key]
@@ -189,7 +189,7 @@ def main(data: Path, work: Path, architecture: str, epochs: int, optimization_le
             notes="Greedy search, tokens of translations with their ends per second, medians of turns over the same "
             f"sentences ({_NUM_SENTENCES[1]} one by one, {_NUM_SENTENCES[32]} by 32, those of similar length "
             "together), source to tokens on the host; plans take turns with one way of PyTorch after the other. "
-            "PyTorch in FP16: eager; compiled is torch.compile with CUDA graphs and a state of the largest size.",
+            "PyTorch in FP16: eager; compiled is torch.compile with CUDA graphs and states with the room of plans.",
         )
 
 
