@@ -440,6 +440,7 @@ class TensorRTRunner:
         torch.cuda.synchronize(self._cuda)
         self._streams.clear()
         self._engine = self._runtime = None  # in this order: each needs the next while it lives
+        torch.cuda.empty_cache()  # of the contexts' memory: TensorRT, which may build next, takes none of torch's
 
 
 class _InferenceStream:
@@ -629,5 +630,5 @@ def _check_engine(engine: Any, plan_path: Path, shapes: ShapeSpec) -> None:
 
 
 def torch_dtype(trt: ModuleType, dtype: Any) -> torch.dtype:
-    """An engine's inputs and outputs are FP32 in every bundle of ours; a user's own typed model may have FP16 ones."""
+    """An engine's images and answers are FP32 in every bundle of ours; a user's own typed model may have FP16 ones."""
     return torch.from_numpy(np.empty(0, trt.nptype(dtype))).dtype

@@ -1,6 +1,7 @@
 """Why TensorRT can't be used, and how a plan is loaded. TensorRT is replaced by what it says; tests/gpu runs it."""
 
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,3 +114,17 @@ def test_a_plan_loads_with_another_driver(loading, tmp_path, caplog, driver, is_
     plan = engine_entry(**{**HERE, "driver_version": driver})
     assert tensorrt.load_engine(tmp_path / "int8.plan", plan)[1] == "an engine"
     assert ("was built with another driver (driver 580 there, 590 here)" in caplog.text) == is_said
+
+
+def test_closing_gives_memory_back_to_the_gpu_for_the_next_build(monkeypatch):
+    class Stream:
+        """Of a runner, whose contexts' memory torch keeps until its cache is emptied."""
+
+    runner, stream, left = tensorrt.TensorRTRunner.__new__(tensorrt.TensorRTRunner), Stream(), []
+    runner._cuda, runner._streams, runner._engine, runner._runtime = torch.device("cuda", 0), [stream], object(), None
+    kept = weakref.ref(stream)
+    del stream
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.append(kept()))
+    runner.close()
+    assert left == [None]
