@@ -64,7 +64,7 @@ def eager(network: Transformer, max_tokens: int) -> Greedy:
         with torch.autocast("cuda", torch.float16):
             memory, mask = (each.half() for each in network.encode(source))
         longest = int(longest_translations(source.cpu().numpy(), max_tokens).max())
-        state = network.empty_state(memory, longest + 3)  # the end is looked for at every fourth token
+        state = network.empty_state(memory, longest)
 
         def step(tokens: torch.Tensor, position: int) -> torch.Tensor:
             place = torch.full((1,), position, device=source.device)
