@@ -60,8 +60,9 @@ def search(network: Network, source: np.ndarray, *, beam_size: int, max_tokens: 
         return _without_ends(greedy(source))
     num_sentences = len(source)
     memory, mask, state = network.encode(source)
-    order = np.arange(num_sentences).repeat(beam_size)
-    memory, mask, state = memory[:, order], mask[order], state[:, order]
+    if beam_size > 1:
+        order = np.arange(num_sentences).repeat(beam_size)
+        memory, mask, state = memory[:, order], mask[order], state[:, order]
     rows = np.arange(num_sentences)[:, None] * beam_size  # [B, 1], of each sentence's first beam
     tokens = np.full(num_sentences * beam_size, BOS, np.int64)
     found = np.zeros((num_sentences * beam_size, 0), np.int64)
