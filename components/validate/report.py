@@ -68,7 +68,7 @@ def class_changes(classes: tuple[str, ...], fp32: Predictions, own: Predictions)
     """Accuracy on each class that has images, the worst change first.
 
     p-values are corrected for as many tests as there are classes on which the two differ. McNemar's test takes the
-    number of lost and gained images as given, and without any there is nothing to test: such a class has p = 1.
+    images that regressed and improved as given, and without any there is nothing to test: such a class has p = 1.
     """
     found = own.by_class(fp32, len(classes))
     tested = np.flatnonzero(~np.isnan(found.p_values)).tolist()
@@ -80,8 +80,8 @@ def class_changes(classes: tuple[str, ...], fp32: Predictions, own: Predictions)
             fp32_pct=float(found.fp32_pct[index]),
             own_pct=float(found.own_pct[index]),
             delta_points=float(found.own_pct[index] - found.fp32_pct[index]),
-            num_lost=int(found.num_lost[index]),
-            num_gained=int(found.num_gained[index]),
+            num_regressed=int(found.num_regressed[index]),
+            num_improved=int(found.num_improved[index]),
             p_corrected=corrected.get(index, 1.0),
             significant=corrected.get(index, 1.0) < SIGNIFICANCE,
         )
@@ -244,7 +244,7 @@ def _layers(bundle: Artifact[BundleManifest], precision: str) -> tuple[EngineLay
 
 
 def change(fp32: Predictions, own: Predictions) -> PredictionChange:
-    """Lost, gained and differing images, and how certain the difference in score is."""
+    """Regressed, improved and differing images, and how certain the difference in score is."""
     return PredictionChange(**own.comparison(fp32).model_dump(), num_differing=own.num_differing(fp32))
 
 

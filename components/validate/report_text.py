@@ -104,7 +104,7 @@ def _after_a_drop(report: Report, check: GateCheck) -> list[str]:
         return _against_a_loss(report, own)
     return [
         f"Validate on about {needed:,} {unit} instead of {compared.num_images:,} "
-        f"(preprocess.val_fraction, or a larger validation set): they decide, if the share of lost and gained {unit} "
+        f"(preprocess.val_fraction, or a larger validation set): they decide, if the share of {unit} that differ "
         "stays as it is.",
         f"Or allow a larger drop (gate.{CHECKS[check.name].setting}), or take the measured drop without a proof "
         "(gate.confident=false).",
@@ -152,9 +152,9 @@ def _after_a_long_latency(report: Report, check: GateCheck) -> list[str]:
 def _against_a_loss(report: Report, own: AccuracyRow) -> list[str]:
     """Remedies for a precision that loses too much, by where and how it does."""
     steps = []
-    num_lost = own.comparison.num_lost if own.comparison else 0
+    num_regressed = own.comparison.num_regressed if own.comparison else 0
     few = own.worse_classes[:_FEW_CLASSES]
-    if few and 2 * sum(entry.num_lost for entry in few) >= num_lost:
+    if few and 2 * sum(entry.num_regressed for entry in few) >= num_regressed:
         steps.append(_look_at(few))
     if own.precision == "int8":
         steps.append(_about_calibration(report))
@@ -176,7 +176,7 @@ def _after_a_corrupted_drop(_: Report, check: GateCheck) -> list[str]:
 
 
 def _look_at(losses: tuple[ClassLoss, ...]) -> str:
-    named = ", ".join(f"{entry.name} ({entry.num_lost} of {entry.num_images} images)" for entry in losses)
+    named = ", ".join(f"{entry.name} ({entry.num_regressed} of {entry.num_images} images)" for entry in losses)
     return (
         f"Look at the images below of what loses most: {named}. More such training images, or calibrating with more "
         "(export.num_calibration_images), help where they are rare."
@@ -276,11 +276,11 @@ def change_sentences(report: Report) -> list[str]:
         sentences.append(f"Recommended: {advice.precision.upper()}, since {advice.reason}.")
     if change is not None:
         sentences.append(
-            f"O{of[1:]} FP32 alone is right on {change.num_lost:,} (lost) and "
-            f"{own.upper()} alone on {change.num_gained:,} (gained)."
+            f"O{of[1:]} FP32 alone is right on {change.num_regressed:,} (regressed) and "
+            f"{own.upper()} alone on {change.num_improved:,} (improved)."
             if change.std_points is None
-            else f"O{of[1:]} {own.upper()} is worse than FP32 on {change.num_lost:,} (lost) and "
-            f"better on {change.num_gained:,} (gained)."
+            else f"O{of[1:]} {own.upper()} is worse than FP32 on {change.num_regressed:,} (regressed) and "
+            f"better on {change.num_improved:,} (improved)."
         )
     if report.verdict.note:
         sentences.append(f"Note: {report.verdict.note}.")
@@ -320,7 +320,7 @@ _ECE = (
 )
 _BOOTSTRAP = (
     "Intervals are of the paired bootstrap over {unit}: both precisions are scored on the same {unit}, drawn again and "
-    "again. Lost and gained are the {unit} on which a precision is worse and better than FP32."
+    "again. Regressed and improved are the {unit} on which a precision is worse and better than FP32."
 )
 
 
@@ -373,7 +373,7 @@ def _loss(entry: ClassLoss) -> str:
 
 
 def _lost(entry: ClassLoss) -> str:
-    return f"{entry.num_lost:,} lost and {entry.num_gained:,} gained of {entry.num_images:,} images"
+    return f"{entry.num_regressed:,} regressed and {entry.num_improved:,} improved of {entry.num_images:,} images"
 
 
 def corruption_sentences(report: Report) -> list[str]:
@@ -403,7 +403,7 @@ def corrupted_pairs(report: Report, row: AccuracyRow) -> list[tuple[CorruptedRow
 def _is_worse(row: CorruptedRow) -> bool:
     """True if a precision surely loses accuracy by a corruption that FP32 keeps."""
     pair = row.comparison
-    return pair is not None and pair.num_lost > pair.num_gained and (row.p_corrected or 0.0) < SIGNIFICANCE
+    return pair is not None and pair.num_regressed > pair.num_improved and (row.p_corrected or 0.0) < SIGNIFICANCE
 
 
 def intended_use(report: Report) -> list[str]:

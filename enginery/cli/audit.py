@@ -91,8 +91,8 @@ def _show_entry(console: Console, entry: dict[str, Any]) -> None:
         console.print(f"     overruled: {escape(entry['overruled'])}")
     if paired := (entry["comparison"] or {}).get("paired"):
         console.print(
-            f"     {paired['num_lost']} images regressed, {paired['num_gained']} improved against the champion, with "
-            f"95 % confidence at least {paired['low_points']:+.2f} points, McNemar's p {paired['mcnemar_p']:.2g}",
+            f"     {paired['num_regressed']} images regressed, {paired['num_improved']} improved against the champion, "
+            f"with 95 % confidence at least {paired['low_points']:+.2f} points, McNemar's p {paired['mcnemar_p']:.2g}",
             style="dim",
         )
 

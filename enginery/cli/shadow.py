@@ -119,8 +119,8 @@ def _print(manifest: "ShadowManifest") -> None:
     if found.labelled is not None:
         right = found.labelled
         console.print(
-            f"of {found.num_labelled:,} with labels the champion alone is right on {right.num_lost:,}, the challenger "
-            f"alone on {right.num_gained:,} (McNemar p {right.mcnemar_p:.3g}); top-1 changes by "
+            f"of {found.num_labelled:,} with labels the champion alone is right on {right.num_regressed:,}, the "
+            f"challenger alone on {right.num_improved:,} (McNemar p {right.mcnemar_p:.3g}); top-1 changes by "
             f"{right.low_points:+.2f} to {right.high_points:+.2f} points"
         )
     if found.speed is not None:

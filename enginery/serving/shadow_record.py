@@ -330,7 +330,7 @@ def require_shadow(
             f"compared {found.num_compared:,} images, and {limits.num_requests:,} are needed (--shadow-requests)",
         ),
         "shadow-worse": (
-            worse is not None and worse.num_lost > worse.num_gained and worse.mcnemar_p < SIGNIFICANCE,
+            worse is not None and worse.num_regressed > worse.num_improved and worse.mcnemar_p < SIGNIFICANCE,
             f"shows by {found.num_labelled:,} labels that the challenger is worse",
         ),
         "shadow-differs": (

@@ -38,8 +38,8 @@ def scored_row(drop_points: float, std_points: float, **fields: Any) -> Accuracy
     """INT8 of a task whose score is no share of images, below FP32 with 100 %; by its interval on 400 images."""
     comparison = PairedComparison(
         num_images=400,
-        num_lost=90,
-        num_gained=70,
+        num_regressed=90,
+        num_improved=70,
         delta_points=-drop_points,
         drop_lower_points=drop_points - 1.645 * std_points,
         drop_upper_points=drop_points + 1.645 * std_points,

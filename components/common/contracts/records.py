@@ -30,7 +30,7 @@ VERSION_COMPATIBLE = "VERSION_COMPATIBLE"  # carries TensorRT's lean runtime
 HARDWARE_COMPATIBLE = "AMPERE_PLUS"
 
 
-# Names of versions when classification was the only task, and what they have become.
+# Names of earlier versions, and what they have become.
 RENAMED = {
     "max_top1_drop_points": "max_drop_points",
     "min_relative_top1_pct": "min_relative_score_pct",
@@ -40,6 +40,8 @@ RENAMED = {
     "champion_top1_pct": "champion_score_pct",
     "top1_distinct_pct": "distinct_score_pct",
     "delta_top1_points": "delta_points",
+    "num_gained": "num_improved",
+    "num_lost": "num_regressed",
     "val_top1_pct": "val_score_pct",
     "top1_pct": "score_pct",
 }
@@ -428,8 +430,8 @@ class PairedComparison(Record):
     """How often a precision is right where FP32 is wrong, and how certain the difference in score is."""
 
     num_images: int
-    num_lost: int = Field(description="Images that FP32 gets right and the precision gets wrong, or less right.")
-    num_gained: int = Field(description="Images that FP32 gets wrong, or less right, and the precision gets right.")
+    num_regressed: int = Field(description="Images that FP32 gets right and the precision gets wrong, or less right.")
+    num_improved: int = Field(description="Images that FP32 gets wrong, or less right, and the precision gets right.")
     delta_points: float = Field(description="Score of the precision minus that of FP32, in percentage points.")
     drop_lower_points: float = Field(
         description="Lower end of the one-sided 95 % interval of the drop: the difference with the sign changed."
@@ -438,9 +440,11 @@ class PairedComparison(Record):
         description="Upper end of the one-sided 95 % interval of the drop (Tango, 1998; bootstrap, Efron, 1979): what "
         "the gate judges."
     )
-    mcnemar_p: float = Field(description="Two-sided p-value of McNemar's test on the lost and gained images.")
+    mcnemar_p: float = Field(
+        description="Two-sided p-value of McNemar's test on the images that regressed and improved."
+    )
     mcnemar_test: Literal["exact binomial", "chi-square", "bootstrap"] = Field(
-        description="How it was computed: exactly for fewer than 25 lost and gained images. By the paired bootstrap "
+        description="How it was computed: exactly for fewer than 25 images that differ. By the paired bootstrap "
         "over images, as the interval, where a score is no share of images."
     )
     std_points: float | None = Field(
@@ -448,15 +452,15 @@ class PairedComparison(Record):
     )
 
     @classmethod
-    def of(cls, num_images: int, num_lost: int, num_gained: int) -> Self:
+    def of(cls, num_images: int, num_regressed: int, num_improved: int) -> Self:
         """All that follows from the counts."""
-        counts = num_images, num_lost, num_gained
-        p_value, test = mcnemar(num_lost, num_gained)
+        counts = num_images, num_regressed, num_improved
+        p_value, test = mcnemar(num_regressed, num_improved)
         return cls(
             num_images=num_images,
-            num_lost=num_lost,
-            num_gained=num_gained,
-            delta_points=100 * (num_gained - num_lost) / max(num_images, 1),
+            num_regressed=num_regressed,
+            num_improved=num_improved,
+            delta_points=100 * (num_improved - num_regressed) / max(num_images, 1),
             drop_lower_points=drop_lower(*counts),
             drop_upper_points=drop_upper(*counts),
             mcnemar_p=p_value,
@@ -466,13 +470,13 @@ class PairedComparison(Record):
     def lower_points(self, num_tests: int) -> float:
         """Lower end of the drop's interval where so many are judged at once (Bonferroni)."""
         if self.std_points is None:
-            return drop_lower(self.num_images, self.num_lost, self.num_gained, num_tests=num_tests)
+            return drop_lower(self.num_images, self.num_regressed, self.num_improved, num_tests=num_tests)
         return -self.delta_points - NormalDist().inv_cdf(1 - SIGNIFICANCE / num_tests) * self.std_points
 
     def images_needed(self, budget_points: float) -> int | None:
         """Images from which on the interval of the drop lies on one side of a budget; None for no such number."""
         if self.std_points is None:
-            return images_needed(self.num_images, self.num_lost, self.num_gained, budget_points)
+            return images_needed(self.num_images, self.num_regressed, self.num_improved, budget_points)
         distance = abs(budget_points + self.delta_points)
         times = (NormalDist().inv_cdf(1 - SIGNIFICANCE) * self.std_points / distance) ** 2 if distance else math.inf
         needed = self.num_images * times
@@ -483,8 +487,8 @@ class PairedComparison(Record):
         """The images that differ, in words."""
         of_all = f"of {self.num_images:,}"
         if self.std_points is None:
-            return f"{self.num_lost:,} lost and {self.num_gained:,} gained {of_all}"
-        return f"worse on {self.num_lost:,} and better on {self.num_gained:,} {of_all}"
+            return f"{self.num_regressed:,} regressed and {self.num_improved:,} improved {of_all}"
+        return f"worse on {self.num_regressed:,} and better on {self.num_improved:,} {of_all}"
 
 
 class ClassLoss(Record):
@@ -492,8 +496,8 @@ class ClassLoss(Record):
 
     name: str
     num_images: int = Field(description="Validation images of the class.")
-    num_lost: int = Field(description="Of these, images that FP32 gets right and the precision gets wrong.")
-    num_gained: int = Field(description="Of these, images that FP32 gets wrong and the precision gets right.")
+    num_regressed: int = Field(description="Of these, images that FP32 gets right and the precision gets wrong.")
+    num_improved: int = Field(description="Of these, images that FP32 gets wrong and the precision gets right.")
     delta_points: float = Field(description="Accuracy on the class minus that of FP32, in percentage points.")
     p_corrected: float = Field(description="McNemar's p-value, corrected for the number of classes (Holm, 1979).")
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:  # the settings of gate need this module, and no arrays
 SIGNIFICANCE = 0.05  # a p-value below it is no chance
 NOTHING_PCT = 1.0  # of a score that is no share of images: up to here a model learned nothing, whatever a guess has
 
-# Added to the images lost, over the number of images that the drop means. Without it up to 5.2 % pass at the budget
-# where that is few images. Exact counting showed that so much is enough up to 1 point, and decides little else.
+# Added to the images that regressed, over the number of images that the drop means. Without it up to 5.2 % pass at the
+# budget where that is few images. Exact counting showed that so much is enough up to 1 point, and decides little else.
 _CORRECTION = 0.44
 _MIN_CHI_SQUARE = 25  # differing images from which McNemar's test takes the chi-square approximation
 MAX_IMAGES_NEEDED = 10_000_000  # that `images_needed` names
@@ -24,8 +24,8 @@ class PairedDifference:
     """How often one model is right where the other is wrong, and the difference in top-1 with its interval."""
 
     num_images: int
-    num_lost: int  # the reference is right, the other wrong
-    num_gained: int  # the other way round
+    num_regressed: int  # the reference is right, the other wrong
+    num_improved: int  # the other way round
     delta_points: float  # top-1 of the other minus that of the reference, in percentage points
     low_points: float  # ends of the one-sided 95 % intervals of delta_points: see `_upper`
     high_points: float
@@ -38,77 +38,80 @@ def paired_difference(right_reference: "np.ndarray", right_other: "np.ndarray") 
         right_reference: [N] bool, whether the reference's top-1 is the label.
         right_other: [N] bool, the same of the other model, in the same order.
     """
-    lost = int((right_reference & ~right_other).sum())
-    gained = int((~right_reference & right_other).sum())
+    regressed = int((right_reference & ~right_other).sum())
+    improved = int((~right_reference & right_other).sum())
     count = len(right_reference)
     return PairedDifference(
         num_images=count,
-        num_lost=lost,
-        num_gained=gained,
-        delta_points=100 * (gained - lost) / max(count, 1),
-        low_points=-_upper(count, lost, gained),
-        high_points=-drop_lower(count, lost, gained),
+        num_regressed=regressed,
+        num_improved=improved,
+        delta_points=100 * (improved - regressed) / max(count, 1),
+        low_points=-_upper(count, regressed, improved),
+        high_points=-drop_lower(count, regressed, improved),
     )
 
 
-def drop_upper(num_images: float, num_lost: float, num_gained: float) -> float:
+def drop_upper(num_images: float, num_regressed: float, num_improved: float) -> float:
     """Upper end of the one-sided 95 % interval of a drop in top-1, in percentage points.
 
-    At least 3 of N, the rule of three: so many images prove no smaller drop, whatever was gained on a few of them.
+    At least 3 of N, the rule of three: so many images prove no smaller drop, whatever improved on a few of them.
 
     Args:
         num_images: images that both models saw.
-        num_lost: the reference is right, the other wrong.
-        num_gained: the other way round.
+        num_regressed: the reference is right, the other wrong.
+        num_improved: the other way round.
     """
-    return max(_upper(num_images, num_lost, num_gained), _upper(num_images, 0, 0))
+    return max(_upper(num_images, num_regressed, num_improved), _upper(num_images, 0, 0))
 
 
-def drop_lower(num_images: float, num_lost: float, num_gained: float, *, num_tests: int = 1) -> float:
+def drop_lower(num_images: float, num_regressed: float, num_improved: float, *, num_tests: int = 1) -> float:
     """Lower end of the one-sided 95 % interval of a drop in top-1, in percentage points: see `drop_upper`.
 
     Of so many tests at once: corrected by Bonferroni, so that with 95 % confidence all these ends hold together.
     """
-    return -_upper(num_images, num_gained, num_lost, SIGNIFICANCE / num_tests)
+    return -_upper(num_images, num_improved, num_regressed, SIGNIFICANCE / num_tests)
 
 
-def _upper(num_images: float, num_lost: float, num_gained: float, level: float = SIGNIFICANCE) -> float:
-    """Tango's interval; without gained images the exact one of the share of lost ones, where that is longer."""
+def _upper(num_images: float, num_regressed: float, num_improved: float, level: float = SIGNIFICANCE) -> float:
+    """Tango's interval; where none improved the exact one of the share that regressed, where that is longer."""
     if num_images <= 0:
         return 100.0
-    upper = tango_upper(num_images, num_lost, num_gained, level)
-    return 100 * (upper if num_gained else max(upper, _exact_upper(num_images, num_lost, level)))
+    upper = tango_upper(num_images, num_regressed, num_improved, level)
+    return 100 * (upper if num_improved else max(upper, _exact_upper(num_images, num_regressed, level)))
 
 
-def tango_upper(num_images: float, num_lost: float, num_gained: float, level: float = SIGNIFICANCE) -> float:
-    """Upper end of the one-sided score interval of the share of lost minus that of gained images, in -1..1.
+def tango_upper(num_images: float, num_regressed: float, num_improved: float, level: float = SIGNIFICANCE) -> float:
+    """Upper end of the one-sided score interval of the share that regressed minus the share that improved, in -1..1.
 
     Its confidence is 1 - `level`.
 
     Tango, "Equivalence test and confidence interval for the difference in proportions for the paired-sample design",
     1998; with a correction for few images, which are counted in whole ones.
     """
-    measured, quantile = num_lost - num_gained, NormalDist().inv_cdf(1 - level)
+    measured, quantile = num_regressed - num_improved, NormalDist().inv_cdf(1 - level)
 
     def is_within(drop: float) -> bool:
         """True if so small a measured difference is not surprising where the true one is `drop`."""
-        # The likeliest share of gained images under that drop, from the quadratic equation of the paper.
-        b = (2 * num_images - measured) * drop - num_lost - num_gained
-        root = math.sqrt(max(0.0, b * b + 8 * num_images * num_gained * drop * (1 - drop)))
-        gained = (root - b) / (4 * num_images)
-        variance = num_images * (2 * gained + drop * (1 - drop))
+        # The likeliest share of improved images under that drop, from the quadratic equation of the paper.
+        b = (2 * num_images - measured) * drop - num_regressed - num_improved
+        root = math.sqrt(max(0.0, b * b + 8 * num_images * num_improved * drop * (1 - drop)))
+        improved = (root - b) / (4 * num_images)
+        variance = num_images * (2 * improved + drop * (1 - drop))
         correction = _CORRECTION / max(1.0, abs(num_images * drop))
         return measured + correction - num_images * drop >= -quantile * math.sqrt(max(0.0, variance))
 
     return _last(is_within, measured / num_images, 1.0, tolerance=1e-12)
 
 
-def _exact_upper(num_images: float, num_lost: float, level: float) -> float:
+def _exact_upper(num_images: float, num_regressed: float, level: float) -> float:
     """Upper end of the exact one-sided interval of a share, in 0..1 (Clopper and Pearson, 1934)."""
-    if num_lost >= num_images:
+    if num_regressed >= num_images:
         return 1.0
     return _last(
-        lambda share: beta_cdf(share, num_lost + 1, num_images - num_lost) <= 1 - level, 0.0, 1.0, tolerance=1e-10
+        lambda share: beta_cdf(share, num_regressed + 1, num_images - num_regressed) <= 1 - level,
+        0.0,
+        1.0,
+        tolerance=1e-10,
     )
 
 
@@ -142,16 +145,16 @@ def beta_cdf(x: float, a: float, b: float) -> float:
     return math.exp(scale) * (fraction - 1) / a
 
 
-def images_needed(num_images: int, num_lost: int, num_gained: int, budget_points: float) -> int | None:
+def images_needed(num_images: int, num_regressed: int, num_improved: int, budget_points: float) -> int | None:
     """Images from which on the interval of the drop lies on one side of a budget, if the shares seen stay as they are.
 
     Returns:
         None where more than ten million would be needed, as for a budget of 0 or a drop that is as large as it.
     """
-    lost, gained = num_lost / num_images, num_gained / num_images
+    regressed, improved = num_regressed / num_images, num_improved / num_images
 
     def is_open(count: float) -> bool:
-        counts = count, lost * count, gained * count
+        counts = count, regressed * count, improved * count
         return drop_lower(*counts) <= budget_points < drop_upper(*counts)
 
     enough = 2.0 * num_images
@@ -192,18 +195,18 @@ def is_above_chance(score_pct: float, guess_pct: float, num_images: int, low_pct
     return chance_of(round(score_pct / 100 * num_images), num_images, guess_pct / 100) < SIGNIFICANCE
 
 
-def mcnemar(num_lost: int, num_gained: int) -> tuple[float, Literal["exact binomial", "chi-square"]]:
+def mcnemar(num_regressed: int, num_improved: int) -> tuple[float, Literal["exact binomial", "chi-square"]]:
     """Two-sided p-value of McNemar's test, and how it was computed.
 
-    If two models were equally good, an image that they differ on is as often lost as gained. Below 25 such images the
+    If two models were equally good, an image that they differ on regresses as often as it improves. Up to 24 take the
     exact binomial test; from there the chi-square approximation with Edwards' continuity correction (McNemar, "Note on
     the sampling error of the difference between correlated proportions", 1947; Edwards, 1948). Without any, p is 1.
     """
-    total, smaller = num_lost + num_gained, min(num_lost, num_gained)
+    total, smaller = num_regressed + num_improved, min(num_regressed, num_improved)
     if total < _MIN_CHI_SQUARE:
         tail = sum(math.comb(total, count) for count in range(smaller + 1))
         return min(1.0, 2 * tail / 2**total), "exact binomial"
-    statistic = max(0, abs(num_lost - num_gained) - 1) ** 2 / total
+    statistic = max(0, abs(num_regressed - num_improved) - 1) ** 2 / total
     # Of a chi-square variable with one degree of freedom, which is the square of a normal one.
     return math.erfc(math.sqrt(statistic / 2)), "chi-square"
 

@@ -132,7 +132,7 @@ class ClassPredictions(Predictions):
     def comparison(self, fp32: Self) -> PairedComparison:
         """See Predictions; with McNemar's test."""
         found = paired_difference(fp32.right, self.right)
-        return PairedComparison.of(found.num_images, found.num_lost, found.num_gained)
+        return PairedComparison.of(found.num_images, found.num_regressed, found.num_improved)
 
     def by_class(self, fp32: Self, num_classes: int) -> ByClass:
         """See Predictions; with McNemar's test on each class."""
@@ -141,18 +141,19 @@ class ClassPredictions(Predictions):
             return np.bincount(self.labels[which], minlength=num_classes)
 
         counts = images_of(self.labels >= 0)
-        lost, gained = images_of(fp32.right & ~self.right), images_of(~fp32.right & self.right)
+        regressed, improved = images_of(fp32.right & ~self.right), images_of(~fp32.right & self.right)
         with np.errstate(invalid="ignore"):
             shares = [100 * (images_of(right) / counts) for right in (fp32.right, self.right)]
         p_values = [
-            mcnemar(*pair)[0] if any(pair) else math.nan for pair in zip(lost.tolist(), gained.tolist(), strict=True)
+            mcnemar(*pair)[0] if any(pair) else math.nan
+            for pair in zip(regressed.tolist(), improved.tolist(), strict=True)
         ]
         return ByClass(
             num_images=counts,
             fp32_pct=shares[0],
             own_pct=shares[1],
-            num_lost=lost,
-            num_gained=gained,
+            num_regressed=regressed,
+            num_improved=improved,
             p_values=np.array(p_values),
         )
 

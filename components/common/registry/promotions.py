@@ -36,8 +36,8 @@ Kind = Literal["promote", "manual", "rollback"]
 class PairedImages(Record):
     """The images on which only one of two versions is right, and how certain the difference in score is."""
 
-    num_lost: int = Field(description="Images that the champion gets right and the version gets wrong.")
-    num_gained: int = Field(description="Images that the champion gets wrong and the version gets right.")
+    num_regressed: int = Field(description="Images that the champion gets right and the version gets wrong.")
+    num_improved: int = Field(description="Images that the champion gets wrong and the version gets right.")
     low_points: float = Field(description="Lower end of the one-sided 95 % interval of the difference (Tango, 1998).")
     high_points: float = Field(description="Upper end, likewise.")
     mcnemar_p: float = Field(description="Two-sided p-value of McNemar's test.")
@@ -47,11 +47,11 @@ class PairedImages(Record):
         """All that follows from [N] bool, whether each is right on an image."""
         found = paired_difference(right_champion, right_version)
         return cls(
-            num_lost=found.num_lost,
-            num_gained=found.num_gained,
+            num_regressed=found.num_regressed,
+            num_improved=found.num_improved,
             low_points=found.low_points,
             high_points=found.high_points,
-            mcnemar_p=mcnemar(found.num_lost, found.num_gained)[0],
+            mcnemar_p=mcnemar(found.num_regressed, found.num_improved)[0],
         )
 
 

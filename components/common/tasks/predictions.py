@@ -20,8 +20,8 @@ class ByClass:
     num_images: np.ndarray  # images that show the class
     fp32_pct: np.ndarray  # NaN for a class without images
     own_pct: np.ndarray
-    num_lost: np.ndarray  # of these images, those on which the class is worse than with FP32
-    num_gained: np.ndarray
+    num_regressed: np.ndarray  # of these images, those on which the class is worse than with FP32
+    num_improved: np.ndarray
     p_values: np.ndarray  # two-sided, of no difference; NaN where nothing differs
 
 
@@ -177,8 +177,8 @@ def bootstrap_comparison(
     low, high = np.quantile(differences, [0.05, 0.95]).tolist()
     return PairedComparison(
         num_images=len(per_image_own),
-        num_lost=int((per_image_own < per_image_fp32).sum()),
-        num_gained=int((per_image_own > per_image_fp32).sum()),
+        num_regressed=int((per_image_own < per_image_fp32).sum()),
+        num_improved=int((per_image_own > per_image_fp32).sum()),
         delta_points=delta,
         # the image itself is in the interval, also where the draws are skewed
         drop_lower_points=-max(high, delta),
@@ -199,30 +199,30 @@ _Z_HOPELESS = 2.0  # standard deviations: one in 44 of the candidates that would
 
 @dataclass(frozen=True, kw_only=True)
 class Top1Drop:
-    """Images lost and gained against FP32, which need not be whole numbers."""
+    """Images that regressed and improved against FP32, which need not be whole numbers."""
 
     num_images: int
-    num_lost: float
-    num_gained: float
+    num_regressed: float
+    num_improved: float
 
     @classmethod
     def of(cls, found: PairedComparison, num_images: int) -> Self:
         """The drop on `num_images` images, of which these are the first, when the rest turns out as one in 44 times."""
         total = max(num_images, found.num_images)
         times = total / found.num_images
-        differing = times * (found.num_lost + found.num_gained)
-        # Of what is left and of the rates seen, each image lost or gained being as likely to be the other.
+        differing = times * (found.num_regressed + found.num_improved)
+        # Of what is left and of the rates seen, each image that regressed or improved being as likely the other.
         spread = math.sqrt(
-            times * (total - found.num_images) * (found.num_lost + found.num_gained + 1) / found.num_images
+            times * (total - found.num_images) * (found.num_regressed + found.num_improved + 1) / found.num_images
         )
-        difference = times * (found.num_lost - found.num_gained) - _Z_HOPELESS * spread
-        lost, gained = (max((differing + sign * difference) / 2, 0.0) for sign in (1, -1))
-        return cls(num_images=total, num_lost=lost, num_gained=gained)
+        difference = times * (found.num_regressed - found.num_improved) - _Z_HOPELESS * spread
+        num_regressed, num_improved = (max((differing + sign * difference) / 2, 0.0) for sign in (1, -1))
+        return cls(num_images=total, num_regressed=num_regressed, num_improved=num_improved)
 
     @property
     def points(self) -> float:
         """The drop in percentage points; negative for a gain."""
-        return 100 * (self.num_lost - self.num_gained) / self.num_images
+        return 100 * (self.num_regressed - self.num_improved) / self.num_images
 
     def proved(self, num_images: int, allowed_points: float) -> float:
         """The upper end of the one-sided 95 % interval of the drop on so many images, with the same shares of them.
@@ -232,7 +232,7 @@ class Top1Drop:
         if drop_upper(num_images, 0, 0) > allowed_points:
             return self.points
         times = num_images / self.num_images
-        return drop_upper(num_images, round(times * self.num_lost), round(times * self.num_gained))
+        return drop_upper(num_images, round(times * self.num_regressed), round(times * self.num_improved))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,8 +88,8 @@ WOULD_TELL = "validation images would tell"
         (30, 0, 10_000, 0.5, "pass", "with 95 % confidence at most"),  # as 3 of 1,000, on ten times as many images
         (0, 0, 120, 0.5, OPEN, WOULD_TELL),
         (0, 0, 1000, 0.5, "pass", "with 95 % confidence at most"),
-        (0, 0, 400, 0.5, OPEN, f"about 600 {WOULD_TELL} (0 lost and 0 gained of 400)"),  # the rule of three
-        (3, 3, 360, 0.5, OPEN, f"about 2,000 {WOULD_TELL} (3 lost and 3 gained of 360)"),
+        (0, 0, 400, 0.5, OPEN, f"about 600 {WOULD_TELL} (0 regressed and 0 improved of 400)"),  # the rule of three
+        (3, 3, 360, 0.5, OPEN, f"about 2,000 {WOULD_TELL} (3 regressed and 3 improved of 360)"),
         (0, 5, 1000, 0.0, OPEN, "no number of images proves a drop of at most 0 points"),
         (5, 0, 1000, 0.5, OPEN, "more images hardly tell, since the drop seen is as large as what is allowed"),
     ],
@@ -173,8 +173,8 @@ def class_loss(name: str, lost: int, num_images: int = 250, p: float = 0.001) ->
     return ClassLoss(
         name=name,
         num_images=num_images,
-        num_lost=lost,
-        num_gained=0,
+        num_regressed=lost,
+        num_improved=0,
         delta_points=-100 * lost / num_images,
         p_corrected=p,
     )

@@ -108,7 +108,7 @@ def test_no_worse_one_becomes_champion(
         )
         paired = comparison(tmp_path / "c-059").paired
         assert paired is not None
-        assert (paired.num_lost, paired.num_gained, paired.mcnemar_p) == (1, 0, 1.0)
+        assert (paired.num_regressed, paired.num_improved, paired.mcnemar_p) == (1, 0, 1.0)
 
 
 def test_a_change_in_the_ui_is_undone_where_the_log_has_named_the_alias(
@@ -195,7 +195,7 @@ def test_the_number_of_now_counts(
     assert found.champion_score_pct == pytest.approx(10.0)
     assert found.measured_again == "openvino"
     assert found.paired is not None
-    assert (found.paired.num_lost, found.paired.num_gained) == (12, 12)
+    assert (found.paired.num_regressed, found.paired.num_improved) == (12, 12)
     assert "(INT8, measured again with openvino) on the same validation split of 120" in said
     assert (registry.aliases("m")["champion"] == "2") is becomes
 

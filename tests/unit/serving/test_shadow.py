@@ -183,7 +183,7 @@ def test_what_differs_is_said_and_nothing_else_is_kept(champion, challenger, ima
     assert (judged["ended"], judged["champion"]) == (record["ended"], record["champion"])
     assert judged["comparison"]["num_labelled"] == len(expected)
     right = judged["comparison"]["labelled"]
-    assert (right["num_lost"], right["num_gained"]) == (len(swapped), 0)
+    assert (right["num_regressed"], right["num_improved"]) == (len(swapped), 0)
     assert right["high_points"] < 0
     assert right["mcnemar_p"] < 1e-3
     shown = enginery("shadow", output, "--labels", tmp_path / "labels.csv", "--output", tmp_path / "shown").output

@@ -33,15 +33,15 @@ def test_classes_against_fp32_counted() -> None:
     changes = {entry.name: entry for entry in class_changes(CLASSES, fp32, own)}
     assert list(changes) == ["bee", "ant", "dog", "cat"]
     bee = changes["bee"]
-    assert (bee.num_lost, bee.num_gained, bee.delta_points, bee.significant) == (6, 0, -60.0, False)
+    assert (bee.num_regressed, bee.num_improved, bee.delta_points, bee.significant) == (6, 0, -60.0, False)
     assert bee.p_corrected == pytest.approx(2 * 2 / 64)
-    assert (changes["cat"].num_gained, changes["cat"].p_corrected, changes["dog"].p_corrected) == (1, 1.0, 1.0)
+    assert (changes["cat"].num_improved, changes["cat"].p_corrected, changes["dog"].p_corrected) == (1, 1.0, 1.0)
     worse, largest = class_losses(tuple(changes.values()))
     assert worse == ()
     assert largest is not None
     assert largest.name == "bee"
     found = change(fp32, own)
-    assert (found.num_images, found.num_lost, found.num_gained, found.num_differing) == (23, 6, 1, 7)
+    assert (found.num_images, found.num_regressed, found.num_improved, found.num_differing) == (23, 6, 1, 7)
     assert found.delta_points == pytest.approx(-500 / 23)
 
 

@@ -254,7 +254,7 @@ def test_small_files_have_a_size() -> None:
 
 # What to do next, by what was seen
 
-LOSS = ClassLoss(name="cat", num_images=40, num_lost=30, num_gained=1, delta_points=-72.5, p_corrected=1e-5)
+LOSS = ClassLoss(name="cat", num_images=40, num_regressed=30, num_improved=1, delta_points=-72.5, p_corrected=1e-5)
 
 
 def judged(
@@ -386,7 +386,7 @@ def test_why_power_is_not_known(
 
 def class_changes(report: Report, names: str, significant: str) -> Report:
     """Classes that lose 5 points each."""
-    lost = {"num_images": 40, "num_lost": 3, "num_gained": 1, "delta_points": -5.0}
+    lost = {"num_images": 40, "num_regressed": 3, "num_improved": 1, "delta_points": -5.0}
     entries = (
         report.class_changes[0].model_copy(update={**lost, "name": name, "significant": name in significant})
         for name in names
@@ -395,7 +395,9 @@ def class_changes(report: Report, names: str, significant: str) -> Report:
 
 
 def worse_classes(report: Report) -> Report:
-    loss = ClassLoss(name="a|b_*c*", num_images=40, num_lost=13, num_gained=1, delta_points=-30.0, p_corrected=0.000732)
+    loss = ClassLoss(
+        name="a|b_*c*", num_images=40, num_regressed=13, num_improved=1, delta_points=-30.0, p_corrected=0.000732
+    )
     *others, int8 = report.accuracy.rows
     losses = (loss, loss.model_copy(update={"name": "class 4", "p_corrected": 0.0183}))
     return updated(

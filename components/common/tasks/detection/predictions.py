@@ -29,7 +29,7 @@ class BoxPredictions(ByDraws, Predictions):
     """Each image's part of mAP: up to 100 detections of 32 bytes, its objects, and 4 bytes a class.
 
     An image alone is measured by the F1 of its detections that are SURE, with an overlap of 0.5: mAP has no share of an
-    image. It counts images that are lost and gained, and orders those to look at; the gate judges mAP.
+    image. It counts images that regressed and improved, and orders those to look at; the gate judges mAP.
     """
 
     boxes: np.ndarray  # [D, 4] float32: x1, y1, x2, y2 in pixels of the model's input
@@ -179,8 +179,8 @@ class BoxPredictions(ByDraws, Predictions):
             num_images=shown.sum(axis=0),
             fp32_pct=reference[0],
             own_pct=own[0],
-            num_lost=(shown & (image_own < image_fp32)).sum(axis=0),
-            num_gained=(shown & (image_own > image_fp32)).sum(axis=0),
+            num_regressed=(shown & (image_own < image_fp32)).sum(axis=0),
+            num_improved=(shown & (image_own > image_fp32)).sum(axis=0),
             p_values=np.array([p_of(*pair) if pair[1] > 0 else np.nan for pair in zip(deltas, stds, strict=True)]),
         )
 

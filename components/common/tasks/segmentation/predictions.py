@@ -129,8 +129,8 @@ class MaskPredictions(ByDraws, Predictions):
             num_images=(self.pixels[..., 2] > 0).sum(axis=0),
             fp32_pct=reference[0],
             own_pct=own[0],
-            num_lost=(image_own < image_fp32).sum(axis=0),
-            num_gained=(image_own > image_fp32).sum(axis=0),
+            num_regressed=(image_own < image_fp32).sum(axis=0),
+            num_improved=(image_own > image_fp32).sum(axis=0),
             p_values=np.array([p_of(*pair) if pair[1] > 0 else np.nan for pair in zip(deltas, stds, strict=True)]),
         )
 

@@ -40,7 +40,7 @@ def test_a_worse_model_is_seen_to_be_worse_and_an_equal_one_loses_nothing(
     assert found.delta_points == pytest.approx(worse.score_pct - fp32.score_pct)
     assert 0 < found.drop_lower_points < -found.delta_points < found.drop_upper_points
     assert found.mcnemar_p < 1e-6
-    assert found.num_lost > 2 * found.num_gained
+    assert found.num_regressed > 2 * found.num_improved
     assert (found.mcnemar_test, found.num_images) == ("bootstrap", num_images)
     same = fp32.comparison(fp32)
     assert (same.drop_lower_points, same.drop_upper_points, same.mcnemar_p) == (0.0, 0.0, 1.0)
@@ -58,7 +58,7 @@ def test_each_class_that_is_worse_is_seen_to_be(predict: Predict, num_images: in
     assert (changes.p_values[:3] < 0.01).all()
     assert np.isnan([changes.p_values[3], changes.own_pct[3]]).all()
     assert np.nanmean(changes.own_pct) == pytest.approx(worse.score_pct)
-    assert changes.num_images[3] == 0 < changes.num_lost[0]
+    assert changes.num_images[3] == 0 < changes.num_regressed[0]
 
 
 @pytest.mark.parametrize(
