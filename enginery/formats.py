@@ -48,7 +48,7 @@ def seconds_in(text: str, unit: str = "") -> float | None:
 
 
 def age_text(seconds: float) -> str:
-    """How long ago, in the largest unit that fits."""
+    """Return how long ago, in the largest unit that fits."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit} ago"

@@ -1,1 +1,1 @@
-"""How the steps chain: the pipelines, the `enginery` command line, and the built-in datasets."""
+"""The pipelines, their graph and their configs. `enginery` loads a pipeline file by its path."""

@@ -1,4 +1,4 @@
-"""What a model says of a frame, by task: its line, the classes that it shows, and a picture."""
+"""A model's answer to a frame, by task: its line, the classes that it shows, and a picture."""
 
 from collections.abc import Sequence
 

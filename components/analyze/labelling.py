@@ -351,7 +351,7 @@ class _Writer:
 
 
 def _clock(state: StreamState, frame: VideoFrame | None) -> dict[str, str]:
-    """When a live stream's frame came, or now."""
+    """Return the time at which a live stream's frame came, or now."""
     if not state.source.is_live:
         return {}
     age_s = 0.0 if frame is None else time.monotonic() - frame.received_s

@@ -196,7 +196,7 @@ class _PipeSink:
         self._end, self._lines, self._lock = end, list[str](), threading.RLock()
 
     def send(self, kind: str, value: Any) -> None:
-        """From any thread."""
+        """Send a message; any thread may call it."""
         with self._lock:
             self._end.send((kind, value))
 

@@ -110,7 +110,7 @@ class Thumbnail:
 
 
 class Thumbnails:
-    """At most 16 frames that tell most: those where a class began to hold, as far apart as there is room for."""
+    """The frames that tell most, at most 16: those where a class began to hold, as far apart as there is room for."""
 
     def __init__(self) -> None:
         self.kept: list[Thumbnail] = []

@@ -99,7 +99,7 @@ class Planes:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of the RGB image, upright."""
+        """Shape of the RGB image, upright."""
         height, width = self.luma.shape
         return (width, height, 3) if self.turns % 2 else (height, width, 3)
 
@@ -416,7 +416,7 @@ def _rgb_of_planes(frames: Sequence[Planes], space: int, is_full: bool) -> Any:
 
 @cache
 def _scales(space: int, is_full: bool, device: Any) -> tuple[int, Any]:
-    """What grey, and the blue and the red difference for red, green and blue ([2, 3]) are multiplied by, times 8192."""
+    """Factors of grey, and of the blue and the red difference for red, green and blue ([2, 3]), times 8192."""
     import torch
 
     red, blue, green_by_blue, green_by_red = _COLOURS.get(space, _COLOURS[5])

@@ -153,7 +153,7 @@ class TensorRTBackend:
         return [(name, nodes.get(name, ()), milliseconds) for name, milliseconds in measured]
 
     def bytes_per_ms(self) -> float:
-        """How fast the device copies memory."""
+        """Measure the rate at which the device copies memory."""
         return _bytes_per_ms("cuda")
 
 
@@ -204,7 +204,7 @@ class OpenVINOBackend:
 
 
 def _bytes_per_ms(device: Literal["cuda", "cpu"]) -> float:
-    """How fast a device reads and writes memory."""
+    """Rate at which a device reads and writes memory."""
     source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     milliseconds = []

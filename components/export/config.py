@@ -34,7 +34,7 @@ EngineOption = Literal["tf32", "version_compatible", "hardware_compatible", "ref
 
 
 class ExportConfig(StepConfig):
-    """How the model is exported, calibrated and compiled."""
+    """Settings of the export, the calibration and the compilation."""
 
     calibration_method: CalibrationOption = Field(
         "auto",

@@ -544,7 +544,7 @@ def compile_plan(
 
 
 def describe_plans(entries: Sequence[EngineEntry]) -> str:
-    """In a few words, what was built, and how much of the INT8 engine is INT8."""
+    """Return a few words on what was built, and on how much of the INT8 engine is INT8."""
     if not entries:
         return "no TensorRT engines here"
     text = f"{len(entries)} TensorRT engines"

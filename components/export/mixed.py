@@ -41,7 +41,7 @@ _GAIN = 1.01  # a mixture has to be faster than INT8 everywhere by more than tur
 Profile = list[tuple[str, tuple[str, ...], float]]
 """Name, nodes and milliseconds of each layer of a compiled model, in the order in which they run."""
 Accuracy = Callable[[Sequence["Compiled"], Mapping[str, Runner]], dict[str, dict[str, Any]]]
-"""What is known of candidates' accuracy, as fields of PlacementTrial, by name; the runners are theirs."""
+"""Returns what is known of candidates' accuracy, as fields of PlacementTrial, by name; the runners are theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -289,7 +289,7 @@ def quantize(
 
 
 def _device(fp32: onnx.ModelProto, calibration: Samples, log: StepLog) -> torch.device:
-    """Where the model runs while INT8 is chosen: the GPU that decodes, if PyTorch can run the graph there."""
+    """Return where the model runs while INT8 is chosen: the GPU that decodes, if PyTorch can run the graph there."""
     if calibration.device_id is None:
         return torch.device("cpu")
     device = torch.device("cuda", calibration.device_id)

@@ -1,4 +1,4 @@
-"""Where the model comes from: a Checkpoint of the train step, or a file of the user's own."""
+"""The model to export: a Checkpoint of the train step, or a file of the user's own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -596,7 +596,7 @@ class _Search:
         return sorted(costs, key=lambda cost: -cost.cost_nats)
 
     def _opened(self, graphs: Graphs) -> Network:
-        """By OpenVINO, which serves them; those of plans, which take minutes to build, as the file says."""
+        """Open graphs with OpenVINO, which serves them; those of plans, slow to build, as the file says."""
         if self.plan_weights is not None:
             return OnnxNetwork(graphs)
         with TemporaryDirectory() as folder:

@@ -21,7 +21,7 @@ def preprocess(
 
 @dsl.component(base_image=image_for("preprocess"), packages_to_install=[], install_kfp_package=False)
 def list_parts(num_parts: int) -> list:  # type: ignore[type-arg]
-    """How many parts -> the name of each, such as 3/8."""
+    """Return the name of each part, such as 3/8."""
     return [f"{number}/{num_parts}" for number in range(1, num_parts + 1)]
 
 

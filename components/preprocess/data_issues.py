@@ -47,7 +47,7 @@ class EqualImages:
 
     num_images: int
     images: tuple[FoundImage, ...]
-    """At most 6; those of other splits and classes come with them."""
+    """The first ones, at most 6; those of other splits and classes come with them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +74,11 @@ class Issue:
     line: str
     """A sentence: how many, an example, what to do."""
     groups: tuple[EqualImages, ...] = ()
-    """At most 20, those of most images first."""
+    """Groups with most images first, at most 20."""
     images: tuple[FoundImage, ...] = ()
-    """At most 20 of each kind of odd size, the worst first."""
+    """Images of each kind of odd size, the worst first, at most 20."""
     pairs: tuple[SimilarImages, ...] = ()
-    """At most 12, the least similar first."""
+    """Pairs, the least similar first, at most 12."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class Issues:
     max_side: float
     """Shorter sides above this are odd, px."""
     things: Literal["images", "objects"]
-    """What classes are counted in."""
+    """Things that are counted by class."""
 
     def lines(self) -> list[str]:
         """One sentence for each issue."""
@@ -281,7 +281,7 @@ class IssueFinder:
         return Issues(found=tuple(found), min_side=low, max_side=high, things=self._things)
 
     def _same_line(self, kind: str, images: Sequence[FoundImage], totals: Mapping[str, int], num_contents: int) -> str:
-        """On images of equal content, the `images` those of the largest group."""
+        """Return a line on images of equal content, the `images` those of the largest group."""
         if kind == "leak":
             train, val = (next(image for image in images if image.split == split) for split in SPLITS)
             are_images = "is a training image" if totals["val"] == 1 else "are training images"
@@ -441,7 +441,7 @@ def listed_paths(folder: Path) -> Lookup:
 
 
 def printable(text: str) -> str:
-    """With escapes for what can't be printed or is no Unicode: line breaks, lone surrogates of names not in UTF-8."""
+    """Escape what can't be printed or is no Unicode: line breaks, lone surrogates of names not in UTF-8."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -246,7 +246,7 @@ def _most_similar(hashes: Array, rows: Indices, columns: Indices) -> _Found:
 
 
 class _Fit(NamedTuple):
-    """How well the images of each pair fit."""
+    """Measures of how well the images of each pair fit."""
 
     correlation: Array  # -1 where they don't
     is_mirrored: Array  # 1 or 0
@@ -353,7 +353,7 @@ def _line(side: int) -> Array:
 
 
 def _normal(images: Array, seen: Array) -> Array:
-    """With mean 0 and length 1 over the pixels that are seen; 0 elsewhere."""
+    """Scale images to mean 0 and length 1 over the pixels that are seen; 0 elsewhere."""
     mean = np.einsum("nij,nij->n", images, seen) / (np.einsum("nij->n", seen) + np.float32(1e-6))
     centred = (images - mean[:, None, None]) * seen
     length = np.sqrt(np.einsum("nij,nij->n", centred, centred)) + np.float32(1e-6)
@@ -367,7 +367,7 @@ def _inverse(window: Array) -> Array:
 
 
 def _overhang(window: Array) -> Array:
-    """How far, in units of the side, neither image lies within the other; a crop lies within the whole."""
+    """Return how far, in units of the side, neither image lies within the other; a crop lies within the whole."""
 
     def sticking_out(window: Array) -> Array:
         return np.maximum(np.abs(window[:, 1::2]) - (1 - window[:, ::2]) / 2, 0).max(axis=1)

@@ -53,7 +53,7 @@ class NearFindings:
     record: NearDuplicates
     issues: tuple[Issue, ...]
     left_out: Mapping[int, str]
-    """Why an image leaves the validation split, by its place in the split's listing."""
+    """Reasons why images leave the validation split, by their places in the split's listing."""
 
 
 def find_near_duplicates(
@@ -153,7 +153,7 @@ def _listed(found: Mapping[str, _Pairs], entries: Mapping[int, Mapping[str, Any]
 
 
 def _reasons(pairs: _Pairs, entries: Mapping[int, Mapping[str, Any]], finder: IssueFinder) -> dict[int, str]:
-    """Why images leave, by place in the validation split."""
+    """Return the reasons why images leave, by place in the validation split."""
     content, num_train = finder.contents(), int((~finder.in_val()).sum())
     reasons = {}
     for place, (one, other) in reversed(list(enumerate(pairs.images.T.tolist()))):  # the best comes last and stays

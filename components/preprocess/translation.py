@@ -50,7 +50,7 @@ PROBLEMS = {
     "duplicate": "the same pair again",
     "leak": "a sentence of the training split",
 }
-"""Why pairs are left out, by code, for people."""
+"""Reasons why pairs are left out, by code, for people."""
 
 _NOT_BAD = ("duplicate", "leak")  # nothing is wrong with the pair itself
 _SHOWN = 80  # characters of a pair that rejected.jsonl has
@@ -179,7 +179,7 @@ class _Rejections:
         check_share(config, num_bad, total, said, output / REJECTED, "unusable-pairs")
 
     def counts(self) -> str:
-        """How many for which problem, the most frequent first."""
+        """Return the number of pairs by problem, the most frequent first."""
         return "; ".join(f"{PROBLEMS[problem]}: {number:,}" for problem, number in self.kinds.most_common())
 
     def lines(self) -> list[str]:

@@ -225,7 +225,7 @@ class Decision:
 
 
 def _rolled_back(bundle_digest: str, entries: Sequence[Entry]) -> str:
-    """Why a bundle may not come back by itself: somebody rolled back from it. Empty where nobody did."""
+    """Return why a bundle may not come back by itself: somebody rolled back from it. Empty where nobody did."""
     bundles = {
         change.after: entry.change.digests.get("bundle")
         for entry in entries

@@ -7,7 +7,7 @@ from components.common.registry.promotions import CHAMPION, check_alias
 
 
 class PromoteConfig(StepConfig):
-    """Where the model is registered, and when it replaces the champion."""
+    """Settings of the registration, and of when a model replaces the champion."""
 
     registered_model: str = Field(
         "",

@@ -59,7 +59,7 @@ def _batch_norm_gradient_sums_kernel(
     first_ptr, second_ptr, gate_ptr, x_ptr, scale_ptr, shift_ptr, mean_ptr, out_ptr, sums_ptr, dots_ptr, num_rows,
     chunk, C: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, MODE: tl.constexpr, HAS_SECOND: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk of rows the sums of the gradient that is let through, and of gradient * (x - mean)."""
+    """Sum, over a chunk of rows, the gradient that is let through, and gradient * (x - mean)."""
     channels = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     first = tl.program_id(0).to(tl.int64) * chunk
     count = tl.minimum(num_rows - first, chunk).to(tl.int32)
@@ -168,7 +168,7 @@ def _num_rows(x: Tensor) -> int:
 
 
 def _tiles(x: Tensor) -> tuple[int, int, int, int]:
-    """Of a sum over the rows of [B, C, H, W]: columns and rows of a tile, rows of a chunk, and the number of chunks."""
+    """Plan a sum over the rows of [B, C, H, W]: columns and rows of a tile, rows of a chunk, number of chunks."""
     columns = 128 if x.shape[1] % 128 == 0 else 64
     rows = _TILE // columns
     wanted = max(1, _NUM_PROGRAMS * columns // x.shape[1])

@@ -51,7 +51,7 @@ class Task(Record):
 
 
 class RankEnd(Record):
-    """How a process ended, in a file of its own."""
+    """The end of a process, in a file of its own."""
 
     time: float  # seconds since 1970: the first failure is the cause of the others
     outcome: str = ""  # of a success

@@ -1,4 +1,4 @@
-"""When a GPU's memory does not hold a batch: a batch that it does hold, found by trying smaller ones."""
+"""A batch that a GPU's memory does hold, found by trying smaller ones where it does not hold the first."""
 
 import gc
 import time

@@ -12,7 +12,7 @@ _OF_PART = ("batch_size", "batches_per_step", "shard_id", "num_shards", "num_pip
 
 
 class ReshardedLoader:
-    """What is left of an epoch from the parts it was begun in, then epochs of a loader of this process's own.
+    """The rest of an epoch from the parts it was begun in, then epochs of a loader of this process's own.
 
     DALI's reader shuffles a part on the way, so each part is read on as it was begun, and a step has the images that it
     would have had: a process reads all parts that its share of them lies in. Where there are twice as many processes,

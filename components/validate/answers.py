@@ -21,7 +21,7 @@ _TILE_SIDE, _GAP, _TEXT_HEIGHT = 320, 8, 16  # px
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """What one precision says of an image."""
+    """The answer of one precision to an image."""
 
     file: Path
     precision: Precision

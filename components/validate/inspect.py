@@ -40,7 +40,7 @@ class Prediction:
     runtime: str
     """"n/a" where nothing here runs this precision."""
     note: str
-    """Why there is no prediction, or what to know about it; empty for nothing."""
+    """The reason why there is no prediction, or what to know about it; empty for nothing."""
     probabilities: np.ndarray | None
     """[classes] float64; None where nothing here runs this precision, or its logits hold NaN."""
 
@@ -72,7 +72,7 @@ class Explanation:
     layers: tuple[LayerMaps, ...]
 
     def prediction(self, precision: Precision) -> Prediction:
-        """That of a precision."""
+        """Return the prediction of a precision."""
         return next(entry for entry in self.predictions if entry.precision == precision)
 
     def largest_difference(self, precision: Precision) -> float | None:

@@ -325,7 +325,7 @@ _BOOTSTRAP = (
 
 
 def class_sentences(report: Report) -> list[str]:
-    """Which classes each precision recognizes surely less often than FP32, or which loses most."""
+    """Sentences on the classes that each precision recognizes surely less often than FP32, or on the largest loss."""
     compared = [row for row in report.accuracy.rows if row.comparison is not None and report.model.classes]
     sentences = [_classes(row) for row in compared]
     sentences += _unseen_classes(report) if sentences else []
@@ -481,7 +481,7 @@ def built_as(engine: EngineEntry) -> str:
 
 
 def placement_sentences(report: Report) -> list[str]:
-    """How the blocks in INT8 were chosen; nothing where they were not chosen by time."""
+    """Sentences on how the blocks in INT8 were chosen; none where they were not chosen by time."""
     placement = report.placement
     if placement is None:
         return []

@@ -150,14 +150,14 @@ def _measure(
 
 @dataclass(frozen=True)
 class OpenedDevice:
-    """Where engines are open: a GPU, or 0 and the host."""
+    """The device on which engines are open: a GPU, or 0 and the host."""
 
     gpu: int
     selections: list[RuntimeSelection]
 
     @property
     def runners(self) -> Mapping[str, Runner]:
-        """By precision, those that there are."""
+        """Runners by precision, those that there are."""
         return {one.precision: one.runner for one in self.selections if one.runner is not None}
 
     def close(self) -> None:

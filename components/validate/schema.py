@@ -32,7 +32,7 @@ from components.common.contracts.verdict import Verdict
 
 
 class PredictionChange(PairedComparison):
-    """How the predictions of the judged precision differ from FP32's, image by image."""
+    """Differences between the predictions of the judged precision and FP32's, image by image."""
 
     num_differing: int = Field(description="Images on which the two predict different classes.")
 
@@ -59,7 +59,7 @@ class ConfusedPair(Record):
 
 
 class Confusion(Record):
-    """Which classes the judged precision takes for which."""
+    """Pairs of classes that the judged precision confuses."""
 
     matrix: tuple[tuple[int, ...], ...] | None = Field(
         description="Images by [label][prediction], in the order of `model.classes`; None for more than 200 classes."
@@ -94,7 +94,7 @@ class Model(Record):
 
 
 class Calibration(CalibrationEntry):
-    """How the INT8 scales came about, and how much of the model is INT8."""
+    """The origin of the INT8 scales, and how much of the model is INT8."""
 
     num_quantized_layers: int
     num_quantizable_layers: int
@@ -128,7 +128,7 @@ class Data(Record):
 
 
 class Code(Record):
-    """Which code measured."""
+    """The code that measured."""
 
     version: str = Field(description="Version of the package enginery.")
     commit: str = Field(description="Git commit; empty where it is not known.")

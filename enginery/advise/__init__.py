@@ -1,1 +1,1 @@
-"""How many GPUs of which kind a model needs: predicted from its graph, data sheets and our measurements."""
+"""The number and kind of GPUs that a model needs: predicted from its graph, data sheets and our measurements."""

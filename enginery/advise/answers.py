@@ -58,13 +58,13 @@ class Question:
     batch: int = 256
     """Images of a training step on each GPU."""
     optimizer: str = "sgd"
-    """Of the training: a key of NUM_MOMENTS."""
+    """Optimizer of the training: a key of NUM_MOMENTS."""
     images: int | None = None
     """Images of an epoch."""
     epochs: int = 90
     deadline_s: float | None = None
     budget: float | None = None
-    """In the unit of `prices`: per hour for serving, of the whole training."""
+    """Budget in the unit of `prices`: per hour for serving, of the whole training."""
     decode_rate: float | str = "none"
     """JPEG files per second that are decoded for each device; "gpu" for its own decoders, "none" for decoded images."""
     prices: Mapping[str, float] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Model:
     num_classes: int
     """0 for an ONNX file."""
     text: str
-    """For people."""
+    """The answer in words, for people."""
 
 
 def counted(question: Question) -> Model:
@@ -207,7 +207,7 @@ class _Engine:
         return slowdown * self.prediction.batch_s + (self.batch + _QUEUE * load / (1 - load)) / speed
 
     def p99_ms_range(self, qps: float | None) -> list[float]:
-        """At the fast and the slow end of the range."""
+        """Return p99 at the fast and the slow end of the range."""
         return [1e3 * self.p99_s(qps, math.exp(sign * self.log_error)) for sign in (-1, 1)]
 
     def num_devices(self, qps: float | None) -> list[int]:

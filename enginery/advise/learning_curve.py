@@ -53,7 +53,7 @@ class Forecast:
     error_pct: tuple[float, float, float]
     """Low, middle, high."""
     gain_points: tuple[float, float, float]
-    """From the largest number of images measured, likewise."""
+    """Gain over the largest number of images measured: low, middle, high."""
 
 
 def forecast(points: Sequence[Point], num_val: int, num_images: int) -> Forecast:
@@ -110,7 +110,7 @@ def _fits(
 
 
 def verdict(twice: Forecast) -> str:
-    """Whether twice the images would help, in words."""
+    """Return in words whether twice the images would help."""
     low, _, high = twice.gain_points
     gain = f"{low:.2f} to {high:.2f} points"
     if low >= WORTH_POINTS:

@@ -61,7 +61,7 @@ class Device:
     """Multiprocessors, or cores."""
     power_w: float
     host_gb_per_s: float
-    """Of the link over which images come, in one direction: that of its PCIe generation at 16 lanes."""
+    """Rate of the link over which images come, in one direction: that of its PCIe generation at 16 lanes."""
     mig_instances: float
     """Most parts that it can be split into; 0 if that was not found or does not exist."""
     jpeg_per_s: float | None
@@ -83,41 +83,41 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Coefficients:
-    """What measurements say of one precision: shares of a data sheet's figures, and seconds."""
+    """Measured efficiency of one precision: shares of a data sheet's figures, and seconds."""
 
     conv_share: float
     grouped_share: float
     matmul_share: float
     depthwise_share: float
-    """Of FP32 arithmetic in any precision: depthwise convolutions use no Tensor Cores."""
+    """Share of FP32 arithmetic in any precision: depthwise convolutions use no Tensor Cores."""
     wide_depthwise_share: float
     """Likewise, of 7x7 and the like."""
     bandwidth_share: float
     depthwise_bandwidth_share: float
     other_bandwidth_share: float
-    """Of kernels that multiply nothing: norms, pooling, concatenation."""
+    """Share for kernels that multiply nothing: norms, pooling, concatenation."""
     kernel_s: float
-    """Of a kernel that multiplies."""
+    """Seconds to launch a kernel that multiplies."""
     other_kernel_s: float
     group_s: float
-    """Of each further group of a grouped convolution, which runs one after the other."""
+    """Seconds of each further group of a grouped convolution, which runs one after the other."""
     tile_outputs: float
     """Outputs that one multiprocessor computes at once: at small batches a kernel takes as long as one such tile."""
     start_s: float
-    """Of a batch."""
+    """Seconds to start a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of batches of one size on some streams."""
+    """The predicted speed of batches of one size on some streams."""
 
     images_per_s: float
     batch_s: float
-    """From the copy of a batch to its result, while the other streams run, too."""
+    """Seconds from the copy of a batch to its result, while the other streams run, too."""
     busy_share: float
-    """Of the time in which arithmetic or memory work; the rest are launches and waiting."""
+    """Share of the time in which arithmetic or memory work; the rest are launches and waiting."""
     limit: str
-    """What takes most of the time: arithmetic, bandwidth, launches, or the link to the host."""
+    """The cause of most of the time: arithmetic, bandwidth, launches, or the link to the host."""
 
 
 class Work:
@@ -148,7 +148,7 @@ class Work:
         self.live_values = count.live_values
 
     def memory_bytes(self, precision: str, batch: int, streams: int = 1) -> float:
-        """Of weights, and of the tensors that live at once on each stream, images among them."""
+        """Memory of the weights, and of the tensors that live at once on each stream, images among them."""
         images = batch * streams * self.image_bytes
         return _VALUE_BYTES[precision] * (self.num_parameters + batch * streams * self.live_values) + images
 

@@ -29,7 +29,7 @@ _HEALTH_S, _ANSWER_S = 10, 30
 
 @dataclass(frozen=True, kw_only=True)
 class Login:
-    """Who asks. Tokens and cookies come from the environment or from files, so that no list of processes shows them."""
+    """The user's login. Tokens and cookies come from the environment or from files: no list of processes shows them."""
 
     source: str  # what it is and where it comes from, for messages; "" for nobody
     token: Callable[[], str] | None = None  # asked before every request, as it may be renewed

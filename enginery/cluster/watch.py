@@ -144,7 +144,7 @@ def step_of(pod: Any, steps: set[str] | None) -> str:
 
 
 def _loss_of(pod: Any) -> str:
-    """Why the cluster ended a pod, such as "OOMKilled" or "Evicted"; "" if it did not."""
+    """Return why the cluster ended a pod, such as "OOMKilled" or "Evicted"; "" if it did not."""
     for status in pod.status.container_statuses or ():
         ended = status.state.terminated if status.state else None
         if status.name == _CONTAINER and ended and ended.reason == "OOMKilled":

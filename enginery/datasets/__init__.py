@@ -132,7 +132,7 @@ class ImageTask:
     split: int
     """Index into SPLITS."""
     class_index: int = 0
-    """Where each class has a folder."""
+    """Index of the class, where each class has a folder."""
     indices: range
     """Numbers of the images within their folder."""
     image_size: int

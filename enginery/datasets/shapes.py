@@ -29,7 +29,7 @@ SYNTHESIS_VERSION = 1
 """Raise it when a change alters the images of a given seed: it guards resumed directories."""
 
 CLASSES = ("background", "circle", "square", "triangle", "star", "ring")
-"""By the value of their pixels in a mask; the background is no class of boxes."""
+"""Names by the value of their pixels in a mask; the background is no class of boxes."""
 
 MIN_IMAGE_SIZE = 32  # px
 MAX_SHAPES = 6

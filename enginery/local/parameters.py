@@ -98,7 +98,7 @@ class PipelineFile:
 
     @property
     def task(self) -> TaskName:
-        """What its images are labelled for: the task of its default network."""
+        """The task for which its images are labelled: that of its default network."""
         spec = self.inputs.get("architecture")
         return task_of(str(spec.default or "") if spec else "")
 

@@ -221,7 +221,7 @@ def _refusal(setting: str, text: str) -> UserError:
 
 
 def _no_tensorrt(in_containers: bool) -> str:
-    """Why no plans can be built and run here; empty where they may."""
+    """Return why no plans can be built and run here; empty where they may."""
     if not gpus():
         return "there is no usable NVIDIA GPU here"
     if not in_containers and "tensorrt" not in environment().versions:
@@ -415,7 +415,7 @@ def check_memory(arguments: Mapping[str, Any]) -> str:
 
 
 def _check_gpu_memory(arguments: Mapping[str, Any], memory: "TrainingMemory", batch_size: int, start: str) -> str:
-    """Only warn: a compiled model may keep less than what autograd would."""
+    """Warn only: a compiled model may keep less than what autograd would."""
     gpu = min(gpus(), key=lambda each: each.memory_bytes)
     needed_bytes = memory.needed_bytes(batch_size) + _REST_BYTES
     if needed_bytes <= gpu.memory_bytes:

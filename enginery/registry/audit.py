@@ -1,4 +1,4 @@
-"""Why a version is the champion: from the digest of its data to every change of an alias."""
+"""The history of a champion: from the digest of its data to every change of an alias."""
 
 import json
 from collections.abc import Mapping
@@ -108,7 +108,7 @@ def _shown(number: str | None) -> str:
 
 
 def _chain(registry: Registry, version: RegisteredVersion, problems: list[str]) -> tuple[Link, ...]:
-    """From data to version, by the manifests that lie in the registry."""
+    """Follow the manifests that lie in the registry from data to version."""
     with registry.files(version, "bundle", MANIFEST) as file:
         bundle = load_manifest(file, BundleManifest)
     with registry.files(version, "report", MANIFEST) as file:

@@ -102,7 +102,7 @@ def _set(text: str, path: KeyPath, value: Scalar, file: str) -> str:
 
 
 def _end(node: yaml.Node) -> int:
-    """Where the last character of a node is; a block's own end mark lies behind the comments that follow it."""
+    """Return the index of a node's last character; a block's own end mark lies behind the comments that follow it."""
     while isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         node = last[1] if isinstance(node, yaml.MappingNode) else last
@@ -142,7 +142,7 @@ class Pins:
 
     @property
     def label(self) -> str:
-        """For a person."""
+        """Name and version, for a person."""
         return f"{self.model} version {self.version}" if self.model else "no model"
 
     @property
@@ -198,7 +198,7 @@ class DeployEnvironment:
             raise UserError(f"can't read {self.file}: {error.strerror}", code="unreadable-file") from None
 
     def registry(self) -> str:
-        """Where its images are; "" where the file leaves that to the chart."""
+        """Return the registry of its images; "" where the file leaves that to the chart."""
         return str(
             get_value(parse(self.file.read_text(encoding="utf-8"), str(self.file)), ("images", "registry")) or ""
         )

@@ -69,7 +69,7 @@ class Address:
 
     @property
     def origin(self) -> yarl.URL:
-        """Of the registry's server."""
+        """Origin of the registry's server."""
         return yarl.URL(f"http{'' if _LOOPBACK.fullmatch(self.registry) else 's'}://{self.registry}")
 
 
@@ -102,7 +102,7 @@ class _Descriptor(BaseModel):
 
 
 class _Manifest(BaseModel):
-    """Of an image, which an artifact is, too."""
+    """The manifest of an image, which an artifact is, too."""
 
     schema_version: Literal[2] = Field(alias="schemaVersion")
     layers: list[_Descriptor] = Field(max_length=_MAX_FILES)

@@ -76,7 +76,7 @@ class ReleaseRecord(Record):
 
     @property
     def label(self) -> str:
-        """For a person."""
+        """Name and version, for a person."""
         return f"{self.name} version {self.version}" if self.version else self.name
 
 
@@ -210,7 +210,7 @@ class Chain:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Of each artifact, from the dataset on."""
+        """Digests of the artifacts, from the dataset on."""
         return {
             "dataset": self.report.manifest.inputs.get("dataset", ""),
             "model": self.bundle.manifest.inputs.get("model", ""),
@@ -234,7 +234,7 @@ def load_chain(bundle: Path, report: Path, verdict: Path) -> Chain:
 
 
 def contradictions(chain: Chain) -> Iterator[str]:
-    """Where the three don't fit each other, a line each. A verdict that is no pass is none of these."""
+    """Yield the contradictions between the three, a line each. A verdict that is no pass is none of these."""
     bundle, report, verdict = chain.bundle, chain.report, chain.verdict
     accuracy, benchmark = report.manifest.accuracy, report.manifest.benchmark
     links = (

@@ -56,7 +56,7 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no pro
 
 
 def shadow_socket() -> Path:
-    """Where `enginery shadow` listens for samples of this account's servers."""
+    """Return the socket at which `enginery shadow` listens for samples of this account's servers."""
     return Path(os.environ.get(SHADOW_VARIABLE) or StateDirectory.current().path / "shadow.sock").absolute()
 
 
@@ -114,7 +114,7 @@ class Ports:
                     ) from None
 
     def urls(self) -> dict[str, str]:
-        """By protocol, for a person."""
+        """Return the addresses by protocol, for a person."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return {
             "HTTP": f"http://{host}:{self.http}",
@@ -344,7 +344,7 @@ def _lives(pid: str) -> bool:
 
 
 def _prepare() -> None:
-    """In the new process, before it becomes Triton."""
+    """Prepare the new process, before it becomes Triton."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     stack = _STACK_BYTES if hard == resource.RLIM_INFINITY else min(_STACK_BYTES, hard)

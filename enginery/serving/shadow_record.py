@@ -44,7 +44,7 @@ class ShadowAnswer(Record):
 
 
 class PredictedClass(Record):
-    """How often a class was predicted by one model alone."""
+    """Counts of a class that was predicted by one model alone."""
 
     name: str
     num_champion: int = Field(description="Images of which the champion said this class.")
@@ -60,7 +60,7 @@ class PredictedClass(Record):
 
 
 class ClassPair(Record):
-    """How often one class became another."""
+    """Counts of one class that became another."""
 
     champion: str
     challenger: str

@@ -162,7 +162,7 @@ class ProfileRecord(Record):
 
 
 class TrainingRecord(Record):
-    """How a model was trained, as its checkpoint tells it."""
+    """The training of a model, as its checkpoint tells it."""
 
     history: tuple[EpochRecord, ...]
     config: dict[str, Any] = Field(description="The resolved config of the train step.")
@@ -296,7 +296,7 @@ class PlacementTrial(Record):
 
 
 class PlacementEntry(Record):
-    """Which blocks run in INT8, chosen by their measured times."""
+    """The blocks in INT8, chosen by their measured times."""
 
     runtime: str
     device: str
@@ -392,7 +392,7 @@ class LayerCost(Record):
 
 
 class SelectionEntry(Record):
-    """How a calibration and the layers in INT8 were chosen by measurement."""
+    """The choice of a calibration and of the layers in INT8 by measurement."""
 
     runtime: str = Field(
         description="What ran the candidates: openvino; or torch, of translators onnxruntime, which stand in for plans."
@@ -411,7 +411,7 @@ class SelectionEntry(Record):
 
 
 class CalibrationEntry(Record):
-    """How the INT8 scales came about."""
+    """The origin of the INT8 scales."""
 
     method: str
     num_images: int
@@ -427,7 +427,7 @@ class CalibrationEntry(Record):
 
 
 class PairedComparison(Record):
-    """How often a precision is right where FP32 is wrong, and how certain the difference in score is."""
+    """Images on which a precision regresses or improves against FP32, and how certain the difference in score is."""
 
     num_images: int
     num_regressed: int = Field(description="Images that FP32 gets right and the precision gets wrong, or less right.")
@@ -562,7 +562,7 @@ class AccuracyRow(Record):
 
     @property
     def largest_corrupted_drop(self) -> tuple[str, float] | None:
-        """Where degraded images cost most against FP32, and how many points; None where that was not measured."""
+        """The kind of degraded images that costs most against FP32, and the points; None where it was not measured."""
         drops = [(row.name, -row.comparison.delta_points) for row in self.corrupted if row.comparison]
         return max(drops, key=lambda drop: drop[1], default=None)
 
@@ -584,12 +584,12 @@ class AccuracyReport(Record):
 
     @property
     def score_name(self) -> str:
-        """Of the task's score: top-1, mIoU."""
+        """Name of the task's score: top-1, mIoU."""
         return TASKS[self.task].score_name
 
     @property
     def unit(self) -> str:
-        """Of the task's samples: images, sentences."""
+        """Name of the task's samples: images, sentences."""
         return TASKS[self.task].unit
 
     def row(self, precision: str) -> AccuracyRow:
@@ -673,7 +673,7 @@ class BenchmarkRow(Record):
 
     @property
     def way(self) -> tuple[int, int, bool]:
-        """How it was run: batch size, number of streams, and with or without the copies."""
+        """Batch size, number of streams, and True with the copies."""
         return self.batch_size, self.num_streams, self.with_transfers
 
     @property
@@ -683,7 +683,7 @@ class BenchmarkRow(Record):
 
 
 class OperatingPoint(Record):
-    """How to run a model: a row of the benchmark, as the latency budget names it."""
+    """A way to run a model: a row of the benchmark, as the latency budget names it."""
 
     precision: Precision
     batch_size: int
@@ -790,14 +790,14 @@ class GateCheck(Record):
 
 
 class Recommendation(Record):
-    """Which precision to ship, and why."""
+    """The precision to ship, and why."""
 
     precision: Precision
     reason: str
 
 
 class Batching(Record):
-    """How a served model puts requests together into batches, and when it refuses them."""
+    """Batching of a served model's requests, and when it refuses them."""
 
     preferred_batch_size: int | None = Field(description="Images; None where nothing was measured.")
     queue_delay_us: int = Field(ge=0, description="Longest wait of the first request in a queue for others.")

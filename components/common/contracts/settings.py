@@ -140,7 +140,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def how_to_set(step: str, setting: str, value: str) -> str:
-    """How to change a setting, in a pipeline and where a step is run alone."""
+    """Return how to change a setting, in a pipeline and where a step is run alone."""
     return f"--set {step}.{setting}={value} (python -m components.{step}: --{setting.replace('_', '-')} {value})"
 
 

@@ -21,7 +21,7 @@ MAX_IMAGES_NEEDED = 10_000_000  # that `images_needed` names
 
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:
-    """How often one model is right where the other is wrong, and the difference in top-1 with its interval."""
+    """Images on which only one of two models is right, and the difference in top-1 with its interval."""
 
     num_images: int
     num_regressed: int  # the reference is right, the other wrong

@@ -40,7 +40,7 @@ Interpolation = Literal["bilinear", "bicubic"]
 
 
 class TransformSpec(Record):
-    """How an image file becomes a model's input.
+    """The way from an image file to a model's input.
 
     Decode to RGB with EXIF orientation applied, scale the shorter side to `resize_size` keeping the aspect ratio,
     cut the central square of `crop_size`, divide by 255, subtract `mean`, divide by `std`.
@@ -96,7 +96,7 @@ def transform_for(image_size: int, *, resize_ratio: float, interpolation: Interp
 
 
 class TextSpec(Record):
-    """How sentences become tokens: the same from training to serving."""
+    """The way from sentences to tokens, the same from training to serving."""
 
     source_language: str = Field(pattern="^[A-Za-z0-9-]{1,35}$", description='BCP 47, such as "en".')
     target_language: str = Field(pattern="^[A-Za-z0-9-]{1,35}$")

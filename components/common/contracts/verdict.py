@@ -167,7 +167,7 @@ class CheckSpec:
         return self.found("pass" if round(measured, _DIGITS) >= threshold else "fail", threshold, text, measured)
 
     def open(self, threshold: float, explanation: str, measured: float | None = None) -> GateCheck:
-        """Not enough evidence."""
+        """Return the check with the verdict "not enough evidence"."""
         return self.found("not enough evidence", threshold, explanation, measured)
 
     def found(self, verdict: _Word, threshold: float, explanation: str, measured: float | None) -> GateCheck:

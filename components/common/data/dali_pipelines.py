@@ -77,7 +77,7 @@ def _normalize(
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """What becomes of an image, in a pipeline definition and on the host: cut, resize, cut, flip."""
+    """The way of an image, in a pipeline definition and on the host: cut, resize, cut, flip."""
 
     region: tuple[Any, Any] | None
     """Start and shape of what is cut of the packed image, [2] int64 each: y, x; None for all of it."""
@@ -88,11 +88,11 @@ class Way:
     start: tuple[Any, Any] | None
     """y, x where the model's square begins in that; None where it is that."""
     side: int | None
-    """Of the square in pixels; None where it is `size`."""
+    """Side of the square in pixels; None where it is `size`."""
     flip: Any
     """1 where the square is flipped then, else 0."""
     least_share: float
-    """Of a box's area that must be left of it."""
+    """Least share of a box's area that must be left of it."""
     on_gpu: bool
     """Masks are delivered where images are."""
 

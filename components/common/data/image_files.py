@@ -166,7 +166,7 @@ def read_images(shards: Iterable[Path], keys: Container[str]) -> Iterator[tuple[
 
 
 NEAR_DUPLICATES = "near_duplicates.jsonl"
-"""In a dataset: pairs of images that are the same but for size, compression, brightness, a mirror or a crop."""
+"""Pairs of images of a dataset that are the same but for size, compression, brightness, a mirror or a crop."""
 
 
 def near_duplicates_of_training(folder: Path) -> list[int]:

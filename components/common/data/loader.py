@@ -63,7 +63,7 @@ class EpochPlan:
     num_images: int
     """Images of this process's part."""
     num_batches: int
-    """That are delivered."""
+    """Batches that are delivered."""
     num_read: int
     """Batches that each pipeline makes."""
 

@@ -19,12 +19,12 @@ VARIABLE = "ENGINERY_DATASETS"  # where the volume is mounted
 
 
 def folder_of(root: Path, digest: str) -> Path:
-    """Where a volume has the dataset with the manifest of this digest."""
+    """Return the folder in a volume of the dataset with the manifest of this digest."""
     return root / "enginery/datasets" / digest.removeprefix("sha256:")[:32]
 
 
 def dataset_volumes() -> list[Path]:
-    """Where the volume for datasets is mounted; nothing where there is none."""
+    """Return the folder on which the volume for datasets is mounted; nothing where there is none."""
     return [Path(mounted)] if (mounted := os.environ.get(VARIABLE)) else []
 
 
@@ -76,7 +76,7 @@ def write_dataset(write: Callable[[Path], str], what: object, output: Path) -> s
 
 
 def find_dataset(path: Path) -> Path:
-    """Where the files of a dataset are: its own directory, or that of the volume which has them.
+    """Return the folder of a dataset's files: its own directory, or that of the volume which has them.
 
     Raises:
         EngineryError: this is a manifest of the volume, and the volume has its files no more.

@@ -1,4 +1,4 @@
-"""How a step starts and ends, the same under KFP, in a container and typed by a person."""
+"""Start and end of a step, the same under KFP, in a container and typed by a person."""
 
 import atexit
 import gc

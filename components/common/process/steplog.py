@@ -36,7 +36,7 @@ def progress_text(phase: str, done: int, total: int, unit: str = "", detail: str
 
 
 class LinePace:
-    """When the next line of a phase is due: after `interval_s`, then ever later, each a fifth of the phase's time.
+    """The times of a phase's lines: the first after `interval_s`, then ever later, each a fifth of the phase's time.
 
     The end of a phase is always due where a line of it was printed, so that its counter reaches the end.
     """
@@ -97,7 +97,7 @@ class StepLog:
             print(shown(f"{self.step}: {text}"), file=sys.stderr, flush=True)
 
     def progress(self, phase: str, done: int, total: int, detail: str = "", *, unit: str = "") -> None:
-        """How far a phase is, such as ("training", 1200, 8622, "epoch 2/6, loss 0.81", unit="steps"). Rate-limited."""
+        """Show how far a phase is: ("training", 1200, 8622, "epoch 2/6, loss 0.81", unit="steps"). Rate-limited."""
         if not self._events:
             if self._pace.is_due(phase, done, total):
                 text = progress_text(phase, done, total, unit, detail)

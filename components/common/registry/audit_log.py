@@ -33,7 +33,7 @@ def who() -> str:
 
 
 def experiment_name(model: str) -> str:
-    """Where the log of a model is in MLflow."""
+    """Return the name of the experiment in MLflow that holds the log of a model."""
     return f"audit of {model}"
 
 

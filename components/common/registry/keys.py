@@ -109,6 +109,6 @@ def public_pem(key: Any) -> str:
 
 
 def key_hint(public_key: str) -> str:
-    """How model-signing names a key."""
+    """Return model-signing's name of a key."""
     pem = public_pem(load_public_key(public_key.encode(), "public_key"))
     return digest_bytes(pem.encode()).removeprefix("sha256:")

@@ -69,7 +69,7 @@ class RegisteredVersion:
 
     @property
     def label(self) -> str:
-        """For a person."""
+        """Name and number, for a person."""
         return f"{self.name} version {self.number}"
 
 
@@ -124,7 +124,7 @@ class Registry:
 
     @property
     def uri(self) -> str:
-        """Where it is, for a person."""
+        """Address of the store, for a person."""
         return without_credentials(str(self.client.tracking_uri))
 
     @contextmanager
@@ -353,7 +353,7 @@ class Registry:
 
 
 def _underlying(uri: str, tracking_uri: str) -> str:
-    """Where the files of a model or run of MLflow are."""
+    """Return the address of the files of a model or run of MLflow."""
     if ModelsArtifactRepository.is_models_uri(uri):
         uri = str(ModelsArtifactRepository.get_underlying_uri(uri))
     if RunsArtifactRepository.is_runs_uri(uri):
@@ -511,7 +511,7 @@ def aliased_versions(uri: str) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def known_runs(uri: str, run_ids: Collection[str]) -> set[str]:
-    """Which of the runs a store has."""
+    """Return those of the runs that a store has."""
     if not run_ids:
         return set()
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)

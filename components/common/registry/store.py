@@ -61,7 +61,7 @@ def without_folders(uri: str) -> str:
 
 
 def beside_database(uri: str) -> str | None:
-    """Where files go when the store is an SQLite file without a server; MLflow's default is the current directory."""
+    """Return the place of files of an SQLite store without a server; MLflow would take the current directory."""
     if not uri.startswith("sqlite:///"):
         return None
     return (Path(uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts").as_uri()

@@ -106,7 +106,7 @@ class StepRun:
 
     @property
     def uri(self) -> str:
-        """Where the run is, for a person."""
+        """Address of the run's store, for a person."""
         return without_credentials(str(self.client.tracking_uri))
 
     def is_unreachable(self, error: Exception) -> bool:
@@ -246,7 +246,7 @@ def step_run(step: str) -> Iterator[StepRun]:
 
 
 def user_name() -> str:
-    """Who runs this process."""
+    """Return the name of the user who runs this process."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # an arbitrary UID in a container has no name

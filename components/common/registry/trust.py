@@ -1,4 +1,4 @@
-"""Who vouches for a model: signed statements and folders, and the operator's policy of whose signature counts.
+"""Signed statements and folders that vouch for a model, and the operator's policy of whose signature counts.
 
 Statements are in-toto's, in DSSE envelopes: the gate's verdict on a bundle, the approval of a version for one
 environment, and the record of a challenger beside the champion. Folders are signed by OpenSSF's model-signing. The
@@ -61,7 +61,7 @@ Right = Literal["verdict", "model", "approval", "shadow"]
 
 
 def approval_file(environment: str) -> str:
-    """Where the approval for an environment lies."""
+    """Return the name of the file with the approval for an environment."""
     return f"approval-{environment}.dsse.json"
 
 

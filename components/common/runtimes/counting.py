@@ -64,7 +64,7 @@ class Layer:
     macs: int
     """Multiply-accumulates; half of the FLOPs. 0 for what is no product."""
     groups: int
-    """Of a convolution; 1 for others."""
+    """Groups of a convolution; 1 for others."""
     num_parameters: int
     input_values: int
     """Numbers read that are no parameters."""

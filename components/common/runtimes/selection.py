@@ -105,7 +105,7 @@ def choose_runtime(bundle: Artifact[BundleManifest], option: RuntimeOption) -> t
 
 
 def _why_not(runtime: Runtime, bundle: Artifact[BundleManifest]) -> str:
-    """Why the bundle's plans can't be run with a runtime; empty where they can, or it runs no plans."""
+    """Return why the bundle's plans can't be run with a runtime; empty where they can, or it runs no plans."""
     engines = bundle.manifest.engines
     if not runtime.runs_plans:
         return ""

@@ -271,7 +271,7 @@ def _same_codes(quantizer: TorchNode, dequantizer: TorchNode, constants: Mapping
 
 
 def _last_reads(nodes: Sequence[TorchNode], output: str) -> list[list[str]]:
-    """For each node, the tensors that no later one reads: its own inputs, and outputs that nobody reads."""
+    """Return, for each node, the tensors that no later one reads: its own inputs, and outputs that nobody reads."""
     seen = {"", output}
     last: list[list[str]] = []
     for node in reversed(nodes):

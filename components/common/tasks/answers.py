@@ -56,13 +56,13 @@ class Answers:
     scored: tuple[str, str]
     """The keys of the classes' names, and of how sure or large each is; in falling order."""
     answer: Callable[[np.ndarray, Sequence[str], View], Answer]
-    """From a model's output for one image, [...] float; the names of classes; and what the model saw."""
+    """Makes the answer of a model's output for one image, [...] float; the names of classes; and what the model saw."""
     drawn: Callable[[Image.Image, Answer], Image.Image]
     """The image, RGB, with the answer."""
     summary: Callable[[Answer], str]
     """The answer in a few words."""
     colour_of: Callable[[int], int]
-    """From the number of a class to that of its colour in `palette`."""
+    """Returns the number of a class's colour in `palette`."""
     least: float = 0.0
     """The second of `scored` from which on a class counts as shown."""
 

@@ -26,7 +26,7 @@ class ByClass:
 
 
 class Predictions(Protocol):
-    """In the loader's order."""
+    """Predictions of samples, in the loader's order."""
 
     @classmethod
     def of(cls, outputs: np.ndarray, labels: np.ndarray) -> Self:
@@ -109,7 +109,7 @@ class Predictions(Protocol):
 
     @staticmethod
     def divergence(expected: np.ndarray, actual: np.ndarray) -> float:
-        """How much the outputs of two models say otherwise, in nats, averaged over all that they say; 0 for equal."""
+        """Divergence of the outputs of two models, in nats, averaged over all that they say; 0 for equal."""
         return class_divergence(expected, actual)
 
     def drop(self, fp32: Self, num_images: int) -> "ScoreDrop | Top1Drop":
@@ -150,7 +150,7 @@ _MAX_WEIGHTS = 1 << 25  # at once, of 4 bytes
 
 
 def draws(num_images: int, num_draws: int = NUM_DRAWS) -> Iterator[np.ndarray]:
-    """How often each image counts in each draw of the bootstrap (Efron, 1979), [R, N] float32, in parts of R.
+    """Counts of each image in each draw of the bootstrap (Efron, 1979), [R, N] float32, in parts of R.
 
     The same for equal numbers of images: models that are compared are drawn together.
     """

@@ -16,7 +16,7 @@ class Task(Protocol):
     """The task's code."""
 
     def move_label(self) -> "Callable[[Any, Way], Any] | None":
-        """How a packed label goes the way of its image in DALI's pipelines; None where none lies on the image."""
+        """Takes a packed label the way of its image in DALI's pipelines; None where none lies on the image."""
         return None
 
     def labels(self, fetched: torch.Tensor) -> torch.Tensor:

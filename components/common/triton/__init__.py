@@ -1,4 +1,4 @@
-"""Where model repositories written by version 0.1.0 import their models from: the modules of components/serve."""
+"""Modules of components/serve under the names by which model repositories of version 0.1.0 import them."""
 
 from pathlib import Path
 

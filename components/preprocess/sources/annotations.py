@@ -129,7 +129,7 @@ def split_of(path: str) -> str | None:
 
 
 _Fit = tuple[bool, bool, int, bool]
-"""How well an image fits a name: its path ends so; split; folders shared with the file that names it; in images/."""
+"""Fit of an image to a name: its path ends so; split; folders shared with the file that names it; in images/."""
 
 
 class Index:
@@ -166,7 +166,7 @@ class Index:
         return {pair: file for pair, (file, fit) in found.items() if fit == best[file.path]}
 
     def absence(self, named_in: str, name: str) -> str:
-        """Why `assigned` finds no image of this name for the file that names it."""
+        """Return why `assigned` finds no image of this name for the file that names it."""
         path = _slashed(name)
         last = path.rpartition("/")[2]
         if last in self._other_names:

@@ -174,7 +174,7 @@ def _yolo(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | No
 
 
 def _label_path(image: str) -> list[str]:
-    """Where YOLO looks for an image's labels: labels/ in place of images/, or beside it."""
+    """Return the places where YOLO looks for an image's labels: labels/ in place of images/, or beside it."""
     stem = image.rpartition(".")[0]
     parts = stem.split("/")
     places = [place for place, part in enumerate(parts[:-1]) if part == "images"]

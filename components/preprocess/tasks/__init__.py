@@ -1,4 +1,4 @@
-"""How a task's labels are found beside the images, and packed: a module each, called as the task."""
+"""Tasks' ways to find labels beside the images, and to pack them: a module each, called as the task."""
 
 import json
 from collections.abc import Callable
@@ -35,13 +35,13 @@ class Labels:
     """A task's module."""
 
     wanted: str
-    """How to arrange images and labels, for messages."""
+    """The arrangement of images and labels, for messages."""
     example: str
     """The command of `enginery data` that writes such data."""
     list_samples: "Callable[[Tree, Storage, Options], Source]"
     """Lists the samples of a tree of files."""
     pack: "Callable[[Sample, tuple[int, int], tuple[int, int], Storage], PackedLabel]"
-    """From a sample, the sides of its image (width, height; upright) and of the packed one, and where it lies to the
+    """Takes a sample, the sides of its image (width, height; upright) and of the packed one, and where it lies, to the
     member that is packed beside the image, as the loader reads it."""
 
 

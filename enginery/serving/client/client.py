@@ -233,7 +233,7 @@ class AsyncClient:
         return await self._ask(lambda transport: find_network(transport, name))
 
     async def parameters(self) -> dict[str, str]:
-        """What `enginery serve` wrote into the model's configuration: its name, version, digests and so on."""
+        """Return the parameters that `enginery serve` wrote: the model's name, version, digests and so on."""
         name = (await self.classifier()).name
         config = await self._ask(lambda transport: transport.config(name))
         return {key: value.get("string_value", "") for key, value in config.get("parameters", {}).items()}
@@ -286,7 +286,7 @@ class AsyncClient:
         return await self._infer(image, read)
 
     async def _infer(self, image: bytes, read: Callable[[ClassifierModel, Mapping[str, np.ndarray]], Result]) -> Result:
-        """What `read` makes of the model's outputs; what can't be read is the server's failure."""
+        """Apply `read` to the model's outputs; what can't be read is the server's failure."""
         model = await self.classifier()
         content = np.empty((1, 1) if model.batched else (1,), dtype=np.object_)
         content.fill(image)

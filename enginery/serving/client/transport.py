@@ -330,7 +330,7 @@ class Transport:
 
 
 def _redirects_refused(address: ServerAddress) -> Any:
-    """For a session of aiohttp, which would take images and the key for loading to any host that an answer names."""
+    """Return a hook for aiohttp, which would take images and the key for loading to any host that an answer names."""
     import aiohttp
 
     async def refuse(_: object, __: object, found: aiohttp.TraceRequestRedirectParams) -> None:

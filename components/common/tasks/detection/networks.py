@@ -260,4 +260,4 @@ ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
     "retinanet_fpn/timm/NAME": _retinanet,
     "ssdlite320_mobilenet_v3_large": _ssdlite,
 }
-"""By name: from the number of classes, and the name of a backbone where it has one, to a network."""
+"""Builders by name: they take the number of classes, and the name of a backbone where the network has one."""

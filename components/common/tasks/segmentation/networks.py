@@ -56,4 +56,4 @@ ARCHITECTURES: dict[str, Callable[[int], nn.Module]] = {
         for name in ("lraspp_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large", "deeplabv3_resnet50", "fcn_resnet50")
     },
 }
-"""By name: from the number of classes to a network."""
+"""Builders by name, which take the number of classes."""

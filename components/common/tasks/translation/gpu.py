@@ -63,7 +63,7 @@ class GpuNetwork:
         return memory[:, :num_rows], mask[:num_rows], self.empty_state(num_rows, source.shape[1])
 
     def empty_state(self, batch: int, length: int) -> torch.Tensor:
-        """With room for the translations of `batch` sentences of so many tokens."""
+        """Return a state with room for the translations of `batch` sentences of so many tokens."""
         shape = state_shape(self._state_sizes, batch, room(length, self.max_tokens))
         return torch.zeros(shape, dtype=self.step_graph.inputs["state"], device=self.torch_device)
 

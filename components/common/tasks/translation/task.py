@@ -15,7 +15,7 @@ class Translation(Task):
         return fetched
 
     def loss(self, label_smoothing: float) -> nn.Module:
-        """From logits [B, L, V] and labels [B, L], the mean over tokens that are no padding."""
+        """Return the mean over tokens that are no padding, of logits [B, L, V] and labels [B, L]."""
         return _TokenLoss(label_smoothing)
 
     def blank_labels(self, outputs: torch.Tensor) -> torch.Tensor:
