@@ -101,7 +101,7 @@ def measured_rows(results: Path = RESULTS) -> list[Row]:
 
 
 def _cpu_rows(result: dict[str, Any]) -> Iterator[Row]:
-    """Of benchmarks/int8_cpu.py: batches of 16 by OpenVINO under two instruction sets."""
+    """Measurements of benchmarks/int8_cpu.py: batches of 16 by OpenVINO under two instruction sets."""
     for run in result["runs"]:
         for precision in ("fp32", "int8"):
             yield Row(
@@ -117,7 +117,7 @@ def _cpu_rows(result: dict[str, Any]) -> Iterator[Row]:
 
 
 def _engine_rows(result: dict[str, Any], device: str, source: str) -> Iterator[Row]:
-    """Of benchmarks/engines.py, whose networks take 224 px; copies to and from the GPU count."""
+    """Measurements of benchmarks/engines.py, whose networks take 224 px; copies to and from the GPU count."""
     for precision in PRECISIONS:
         for batch in _ENGINE_BATCHES:
             speed = result["measures"].get(f"engine_images_per_s_{precision}_b{batch}")
@@ -135,7 +135,7 @@ def _engine_rows(result: dict[str, Any], device: str, source: str) -> Iterator[R
 
 
 def _network_rows(result: dict[str, Any], device: str, source: str) -> Iterator[Row]:
-    """Of benchmarks/networks.py and benchmarks/tasks_gpu.py."""
+    """Measurements of benchmarks/networks.py and benchmarks/tasks_gpu.py."""
     for run in result["runs"]:
         task = run.get("task")
         for precision in PRECISIONS:
@@ -296,7 +296,7 @@ class _Stack:
         self.copy_s, self.measured_s = copied / link, np.array([row.batch / row.images_per_s for row in self.rows])
 
     def log_errors(self, fitted: Coefficients) -> np.ndarray:
-        """Of predicted over measured images/s."""
+        """Errors of predicted over measured images/s."""
         arithmetic, memory, waiting = kernel_seconds(self.work, self.sheet, self.precision, self.batch, fitted)
         seconds = np.add.reduceat(np.maximum(arithmetic, memory) + waiting, self.starts) + fitted.start_s
         return np.asarray(np.log(self.measured_s / np.maximum(seconds, self.copy_s)))

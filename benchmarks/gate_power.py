@@ -1,4 +1,4 @@
-"""How often the gate passes a drop that it must not pass, and one that it should.
+"""The gate's rate of passes of a drop that it must not pass, and of one that it should.
 
     python -m benchmarks.gate_power --machine cpu-2core
 

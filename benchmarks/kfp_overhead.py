@@ -1,4 +1,4 @@
-"""What Kubeflow Pipelines takes between two steps, by the pods of finished runs whose steps follow each other.
+"""Time that Kubeflow Pipelines takes between two steps, by the pods of finished runs whose steps follow each other.
 
     date -u +%FT%T; enginery submit ...
     python -m benchmarks.kfp_overhead --machine cpu-2core --run ID --submitted 2026-11-28T20:00:00 \\

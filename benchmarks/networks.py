@@ -40,7 +40,7 @@ _TIMES: dict[str, Any] = {"warmup_s": 0.2, "duration_s": 0.3, "min_iterations": 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """How a network is trained until its top-1 means something."""
+    """The training of a network until its top-1 means something."""
 
     epochs: int = 8
     image_size: int = 128
@@ -141,7 +141,7 @@ def _row(name: str, dataset: Path, work: Path, level: int, cache: Path, only_tra
 
 
 def engines_of(bundle_folder: Path, report_folder: Path, *, batch_size: int, turns: int, score: str) -> dict[str, Any]:
-    """What export chose for a network, its scores, and the speeds of its engines, measured again in turns.
+    """The choice of export for a network, its scores, and the speeds of its engines, measured again in turns.
 
     Args:
         bundle_folder: from `export`, beside it the plan of INT8 everywhere.

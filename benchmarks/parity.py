@@ -123,7 +123,7 @@ def _batches(loader: Loader) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 def _right(
     model: torch.nn.Module, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], device: torch.device
 ) -> np.ndarray:
-    """Whether each prediction is right, [N] bool."""
+    """True where a prediction is right, [N] bool."""
     right = [model(images.to(device)).argmax(1) == labels.to(device) for images, labels in batches]
     return torch.cat(right).cpu().numpy()
 

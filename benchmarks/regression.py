@@ -28,7 +28,7 @@ class MeasureChange:
 
     @property
     def fall_pct(self) -> float:
-        """By how much it is lower now, in per cent of then; negative where it is higher."""
+        """The loss since then, in per cent of then; negative where it is higher."""
         return 100.0 * (self.before - self.after) / self.before
 
 

@@ -105,7 +105,7 @@ async def _about() -> _About:
 
 
 def _memory_mb(pid: int) -> float:
-    """Of the server and all that it started, without what they share with others."""
+    """Memory of the server and of all that it started, without what they share with others."""
     server = psutil.Process(pid)
     return sum(process.memory_full_info().uss for process in [server, *server.children(recursive=True)]) / 1e6
 

@@ -240,7 +240,7 @@ def fixed_batch(cell: Cell, world: World) -> Batch:
 
 
 def shard_batches(cell: Cell, world: World) -> Iterator[Batch]:
-    """Of the loader as the train step makes it, epoch after epoch."""
+    """Batches of the loader as the train step makes it, epoch after epoch."""
     loader = Loader(
         load(Path(cell.work) / "dataset", DatasetManifest),
         "train",

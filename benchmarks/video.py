@@ -1,4 +1,4 @@
-"""How many streams of 720p at 30 frames/s a machine labels, what limits it, and whether frames are labelled as images.
+"""Streams of 720p at 30 frames/s that a machine labels, what limits it, and if frames are labelled as images.
 
     python -m benchmarks.video --machine cpu-2core --bundle DIR --dataset DIR
 

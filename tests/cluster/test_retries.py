@@ -31,7 +31,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/submit.md"
 
 
 def defaults_of_the_page() -> dict[str, Any]:
-    """What it says for workflowDefaults."""
+    """The workflowDefaults that it names."""
     (block,) = re.findall(r"```yaml\n(data:\n  workflowDefaults: .*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     return dict(yaml.safe_load(yaml.safe_load(block)["data"]["workflowDefaults"])["spec"])
 

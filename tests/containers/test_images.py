@@ -123,7 +123,7 @@ def test_no_tool_of_the_build_is_left(step: str) -> None:
 
 
 def lines_in_layers(reference: str, text: str) -> int:
-    """How many lines of an image's layers and record hold a text."""
+    """Number of lines of an image's layers and record that hold a text."""
     with subprocess.Popen(["docker", "save", reference], stdout=subprocess.PIPE) as saved:
         count = ["grep", "--text", "--count", text]
         found = subprocess.run(count, stdin=saved.stdout, capture_output=True, text=True)

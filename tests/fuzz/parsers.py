@@ -48,7 +48,7 @@ _NUM_READ = 4  # samples of a source
 
 
 def _content(write: Callable[[Path], object]) -> bytes:
-    """What `write(file)` writes."""
+    """Content that `write(file)` writes."""
     with tempfile.TemporaryDirectory() as folder:
         write(file := Path(folder, "x.tar"))
         return file.read_bytes()

@@ -153,7 +153,7 @@ def test_killed_in_the_middle(uri: str, tmp_path: Path) -> None:
 
 
 def requests_of_a_promotion(folder: Path, port: int) -> int:
-    """How many pieces a client sends to promote a version where there is a log and a champion."""
+    """Number of pieces that a client sends to promote a version where there is a log and a champion."""
     counted = [0]
     with door(port, lambda number: counted.__setitem__(0, number), lambda: None) as entrance:
         for name in ("first-050", "second-051"):

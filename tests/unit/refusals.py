@@ -1,4 +1,4 @@
-"""How tests expect an error: by its code, and the setting it is about."""
+"""An error as tests expect it: by its code, and the setting it is about."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -171,7 +171,7 @@ def test_the_base_of_the_pinned_release_and_one_that_lacks_something(tmp_path: P
         (folder / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
 
     def check(requirements: str) -> str:
-        """What a process of its own says: after pip's import, setuptools and so torch.compile fail in a process."""
+        """The answer of a process of its own: after pip's import, setuptools and so torch.compile fail in a process."""
         (tmp_path / "base.txt").write_text(requirements)
         command = [sys.executable, CONTAINERS / "check_base.py", tmp_path / "base.txt"]
         done = subprocess.run(command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)

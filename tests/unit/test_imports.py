@@ -1,4 +1,4 @@
-"""Which module imports what: compiling needs no engine room, and dependencies point one way."""
+"""Modules and their imports: compiling needs no engine room, and dependencies point one way."""
 
 import ast
 import functools

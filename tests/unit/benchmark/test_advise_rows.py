@@ -1,4 +1,4 @@
-"""What `enginery advise` is fitted on and what judges it are apart."""
+"""The measurements that `enginery advise` is fitted on and those that judge it are apart."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""How the process behind the command line ends when a signal meets it while it imports, or nothing lets it begin."""
+"""The end of the process behind the command line when a signal meets it while it imports, or nothing lets it begin."""
 
 import signal
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which GPUs a process may use, by a driver that is not there, and how CUDA is to use them."""
+"""The GPUs that a process may use, by a driver that is not there, and how CUDA is to use them."""
 
 import os
 from types import SimpleNamespace

@@ -56,7 +56,7 @@ def listed(dataset: Artifact[DatasetManifest], split: str) -> list[dict[str, Any
 
 
 def contents(batch: Batch) -> list[int]:
-    """Which images these are. Checks that split and class agree with the labels on the way."""
+    """The numbers of these images. Checks that split and class agree with the labels on the way."""
     images = to_numpy(batch.images)
     assert images.shape[1:] == (3, 32, 32)
     assert np.ptp(images, axis=(2, 3)).max() == 0  # one colour all over, whatever was cropped and flipped
@@ -112,7 +112,7 @@ def test_layout_and_types_of_batches(colours: Artifact[DatasetManifest]) -> None
 
 
 def epochs_of(dataset: Artifact[DatasetManifest], number: int, **options: int) -> list[list[list[int]]]:
-    """Which images each batch of each epoch holds."""
+    """The images that each batch of each epoch holds."""
     loader = Loader(dataset, "train", PLAIN, augmentation=Augmentation(min_area=0.3), **options)
     return [[contents(batch) for batch in loader] for _ in range(number)]
 

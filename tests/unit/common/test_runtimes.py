@@ -1,4 +1,4 @@
-"""Which runtime runs a bundle here: what ties a plan to a machine is compared before the plan is loaded."""
+"""The runtime that runs a bundle here: what ties a plan to a machine is compared before the plan is loaded."""
 
 import importlib
 import sys

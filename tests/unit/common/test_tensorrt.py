@@ -1,4 +1,4 @@
-"""Why TensorRT can't be used, and how a plan is loaded. TensorRT is replaced by what it says; tests/gpu runs it."""
+"""Reasons why TensorRT can't be used, and loading of plans. What it says is given; tests/gpu runs it."""
 
 import sys
 import weakref

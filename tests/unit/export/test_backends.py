@@ -1,4 +1,4 @@
-"""What TensorRT is asked to build of a candidate, and what becomes of a graph that it refuses: without TensorRT."""
+"""The graph that TensorRT is asked to build, and what becomes of a graph that it refuses: without TensorRT."""
 
 import onnx
 import pytest

@@ -1,4 +1,4 @@
-"""Where Q/DQ nodes stand, asserted on the graph of real networks; and what the quantized files compute."""
+"""The places of Q/DQ nodes, asserted on the graph of real networks; and what the quantized files compute."""
 
 import collections
 from pathlib import Path

@@ -204,7 +204,7 @@ def test_smoothing_is_chosen_where_channels_have_outliers(export, tmp_path):
 
 @pytest.mark.parametrize("faster", ["float", "int8"])
 def test_attention_scores_are_in_int8_where_that_is_faster(export, tmp_path, monkeypatch, faster):
-    """Whether it is depends on the CPU, so that the speeds are given here."""
+    """The answer depends on the CPU, so that the speeds are given here."""
 
     def speeds(search, *ways):
         known = [search._trial(way) for way in ways]

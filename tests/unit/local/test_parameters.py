@@ -260,7 +260,7 @@ def test_inputs_of_a_pipeline_of_ones_own_get_the_type_they_declare(tmp_path: Pa
 
 
 def test_the_file_comes_first() -> None:
-    """Which options there are, only the file says."""
+    """The options are known only from the file."""
     result = enginery("run", "--in-containers", "pipelines/resnet50.py")
     assert result.exit_code == 2
     assert "PIPELINE comes first, before --in-containers: enginery run PIPELINE --in-containers" in result.output

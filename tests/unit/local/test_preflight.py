@@ -442,7 +442,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, total_bytes: int, available_bytes: i
 
 
 def test_more_memory_than_there_is_is_refused_with_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What others hold is a warning, and enough is silence."""
+    """Memory that others hold is a warning, and enough is silence."""
     for total_gb, available_gb, fix in ((16, 14, "Try --global-batch-size 136, a smaller"), (3, 2, "Try a smaller")):
         memory(monkeypatch, total_gb * GB, available_gb * GB)
         with refuses("too-little-memory", "--global-batch-size") as caught:

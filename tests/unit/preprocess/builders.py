@@ -65,7 +65,7 @@ def find(data: Path | str, scratch: Path = Path("none"), **options: Any) -> Sour
 
 @contextmanager
 def peak_below(num_bytes: int) -> Iterator[None]:
-    """What Python has allocated in the body stays below, whatever it reads."""
+    """Assert that Python allocates less than that in the body, whatever it reads."""
     tracemalloc.start()
     try:
         yield
@@ -88,7 +88,7 @@ def contents(source: Source) -> dict[str, dict[str, tuple[str, bytes]]]:
 
 
 def reasons(source: Source) -> dict[str, str]:
-    """Why samples can't be used, by path."""
+    """Reasons why samples can't be used, by path."""
     storage = pickle.loads(pickle.dumps(source.storage))
     found = {}
     for sample in source.splits["train"] + source.splits["val"]:

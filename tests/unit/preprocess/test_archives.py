@@ -155,7 +155,7 @@ def test_hostile_members_of_a_zip_are_never_read(tmp_path: Path, monkeypatch: py
 def test_a_process_that_reads_from_a_zip_does_not_read_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which takes 150 MiB and seconds where there are 200,000 members."""
+    """A listing takes 150 MiB and seconds where there are 200,000 members."""
     file = tmp_path / "images.zip"
     methods = zip(FOUR, (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA), strict=True)
     expected = {name: name.encode() * 1000 for name in FOUR} | {"a/empty.png": b""}

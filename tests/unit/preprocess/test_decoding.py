@@ -1,4 +1,4 @@
-"""Which images preprocess takes, and that DALI decodes whatever is accepted to the pixels that were checked."""
+"""The images that preprocess takes, and that DALI decodes whatever is accepted to the pixels that were checked."""
 
 import hashlib
 import io

@@ -1,4 +1,4 @@
-"""Which version becomes the champion, under which name, what is recorded of it, and what is refused."""
+"""The version that becomes the champion, under which name, what is recorded of it, and what is refused."""
 
 import io
 import itertools

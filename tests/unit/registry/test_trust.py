@@ -53,7 +53,7 @@ def served(reference: str, target: Path, *options: object) -> Path:
 def writer(
     request: pytest.FixtureRequest, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Registry]:
-    """Who has a write token, which opens all of MLflow's own API. Version 1 of m is there."""
+    """An attacker with a write token, which opens all of MLflow's own API. Version 1 of m is there."""
     with ExitStack() as stack:
         uri = store
         if request.param == "server":
@@ -134,7 +134,7 @@ VICTIM = "../../../victim/bashrc"
     ],
 )
 def test_a_bundle_that_names_files_elsewhere(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """What serves it would write and read them."""
+    """Servers of it would write and read them."""
     bundle = make_chain(tmp_path / "chain", 50, planned=("int8.plan",))["bundle"]
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "bashrc").write_text("own")
@@ -475,7 +475,7 @@ def test_signatures_and_statements_without_end(machine: Machine, tmp_path: Path)
 
 @pytest.mark.parametrize("name", [trust.SIGNATURE, "more.dsse.json"])
 def test_a_link_in_the_place_of_a_signature(machine: Machine, tmp_path: Path, name: str) -> None:
-    """Where nothing is checked, as without a policy, and by who pushes: no other file of the machine comes along."""
+    """Even if nothing is checked, as without a policy, and by who pushes: no other file of the machine comes along."""
     bundle = make_chain(tmp_path / "a-050", 50)["bundle"]
     trust.sign_folder(bundle, machine.key("ci"))
     public = machine.keys["ci"][1].read_text()

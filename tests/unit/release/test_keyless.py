@@ -114,7 +114,7 @@ class Sigstore(Served):
         return {"00": {**entry, "logID": key_id.hex(), "verification": verification}}
 
     def trust_config(self) -> dict[str, Any]:
-        """What its operator hands out."""
+        """The file that its operator hands out."""
 
         def known(key: Any) -> dict[str, Any]:
             public = {"rawBytes": base64.b64encode(spki(key)).decode(), "keyDetails": "PKIX_ECDSA_P256_SHA_256"}

@@ -155,7 +155,7 @@ def test_records_without_a_policy(name: str, tmp_path: Path) -> None:
 
 
 def test_records_with_a_policy(machine: Machine, tmp_path: Path) -> None:
-    """What is forged whole has a seal and numbers that fit: the signature stops it."""
+    """A record that is forged whole has a seal and numbers that fit: the signature stops it."""
     machine.policy(ci={"signs": ["shadow"]})
     keys = {name: signing_key(machine.key(name)) for name in ("ci", "board", "stranger")}
     good = answers(1000, 9)

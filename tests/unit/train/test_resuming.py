@@ -68,7 +68,7 @@ def test_every_optimizer_resumes_to_the_same_bits(go: Go, tmp_path: Path, optimi
 
 
 def test_a_try_in_another_pod_resumes_from_the_volume(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a pod held is gone with it; another KFP run of the same settings begins at the start."""
+    """The state that a pod held is gone with it; another KFP run of the same settings begins at the start."""
     volume = tmp_path / "volume"
     volume.mkdir()
     monkeypatch.setenv(VOLUME_VARIABLE, str(volume))

@@ -34,7 +34,7 @@ TIMEOUT_S = 180
 
 
 class Place:
-    """Where one training happens, process after process."""
+    """A folder in which one training happens, process after process."""
 
     def __init__(self, folder: Path, dataset: Path, settings: dict[str, Any]) -> None:
         folder.mkdir()

@@ -83,7 +83,7 @@ def selection(reports: dict[str, Report]) -> SelectionEntry:
 
 
 def axis(svg: str, label: str) -> dict[float, float]:
-    """Where each number of the horizontal axis is drawn."""
+    """The place of each number of the horizontal axis."""
     ticks = re.findall(r'x="([\d.]+)"[^>]*>([+\u2212]?[\d.]+)</text>', svg[: svg.index(f">{label}")])
     return {float(text.replace("\N{MINUS SIGN}", "-")): float(x) for x, text in ticks}
 

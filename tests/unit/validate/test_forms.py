@@ -191,7 +191,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def forms(value: Any) -> set[str]:
-    """How a value of report.json may be written for a person."""
+    """The ways to write a value of report.json for a person."""
     if isinstance(value, str):
         return {" ".join(shown(value).split()), value.upper(), *([short(value)] if value.startswith("sha256:") else [])}
     numbers = {number(value, digits) for digits in range(5)} if isinstance(value, float) else {f"{value:,}"}
