@@ -41,6 +41,24 @@ _MIN_SCALES = {TensorProto.FLOAT: MIN_SCALE, TensorProto.FLOAT16: 2.0**-14}
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Kernels:
+    """Errors of a runtime's INT8 kernels, around which a graph for it is written."""
+
+    rounds_averages: bool = False  # to the codes of what is averaged
+    rounds_concatenated: bool = False  # int8 that convolutions read, to whole numbers; uint8 around 128 it does not
+    scales_twice: bool = False  # outputs of convolutions without a bias that several nodes read, at any batch size
+    mixes_up_channels: bool = False  # of scales, behind a Reduce whose axes are gone
+
+
+_KERNELS = {
+    "tensorrt": _Kernels(),  # takes symmetric zero points only
+    "openvino": _Kernels(  # 2026.4
+        rounds_averages=True, rounds_concatenated=True, scales_twice=True, mixes_up_channels=True
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Arithmetic:
     """The form in which a graph writes INT8: what its target multiplies fast, and without saturation."""
 
@@ -50,15 +68,17 @@ class Arithmetic:
     # about half of the range multiplies each weight, and sums saturate that do not behind a ReLU.
     signed_weight_bits: Literal[7, 8] | None = None
     scores: Literal["float", "int8"] = "float"  # products of queries and keys, which OpenVINO computes either way
-    # OpenVINO 2026.4 rounds what convolutions read of concatenated int8 tensors to whole numbers: for it they are uint8
-    # around 128. It scales the output of a convolution without a bias twice where several nodes read it and the batch
-    # size is not fixed: none is without. TensorRT takes symmetric zero points only.
     runtime: Literal["tensorrt", "openvino"] = "tensorrt"
 
     @classmethod
     def of(cls, record: Int8Form) -> Self:
         """Return what a record says of a file."""
         return cls(**{field.name: getattr(record, field.name) for field in fields(cls)})
+
+    @property
+    def kernels(self) -> _Kernels:
+        """Errors of the runtime's kernels."""
+        return _KERNELS[self.runtime]
 
     def largest_weight(self, *, reads_signed: bool) -> int:
         """Return the largest code of a weight."""
@@ -100,7 +120,7 @@ def insert_qdq(
     if unknown := set(exclude) - {node_id(node) for node in graph.nodes}:
         raise EngineryError(f"quantization: exclude names unknown nodes {sorted(unknown)[:3]}.", code="unknown-layer")
     reads = quantized_reads(quantized.graph, exclude, scores=arithmetic.scores == "int8")
-    if arithmetic.runtime == "openvino":  # it rounds averages to the codes of what is averaged
+    if arithmetic.kernels.rounds_averages:
         in_int8 = {read.tensor for read in reads}
         reads = [read for read in reads if read.node.op_type != "AveragePool" or read.node.output[0] in in_int8]
     float_type = _float_type(quantized, graph)
@@ -111,7 +131,7 @@ def insert_qdq(
         if read.axis is not None:
             largest = arithmetic.largest_weight(reads_signed=read.tensor in beside_signed)
             inserter.quantize_weights(graph.initializers[read.tensor], read.axis, largest)
-            if arithmetic.runtime == "openvino" and read.node.op_type == "Conv":
+            if arithmetic.kernels.scales_twice and read.node.op_type == "Conv":
                 inserter.add_bias(read.node, graph)
         else:
             scale = _checked_scale(scales, graph.scale_source(read.tensor))
@@ -119,7 +139,7 @@ def insert_qdq(
     for read in reads:
         read.node.input[read.index] = _dequantized(read.tensor)
     inserter.write_nodes()
-    if arithmetic.runtime == "openvino":
+    if arithmetic.kernels.mixes_up_channels:
         _squeeze_reductions(quantized.graph)
     return quantized
 
@@ -193,7 +213,7 @@ class _Inserter:
             return
         if self.arithmetic.activations == "unsigned" and graph.is_nonnegative(tensor):
             self._add_pair(tensor, np.asarray(scale * INT8_MAX / UINT8_MAX), axis=None, zero=0)
-        elif self.arithmetic.runtime == "openvino" and graph.is_concatenated(tensor):
+        elif self.arithmetic.kernels.rounds_concatenated and graph.is_concatenated(tensor):
             self._add_pair(tensor, np.asarray(scale), axis=None, zero=INT8_MAX + 1)
         else:
             self._add_pair(tensor, np.asarray(scale), axis=None)

@@ -102,7 +102,7 @@ class Candidates:
                     runner.close()
 
     def _runner(self, file: Path) -> Runner:
-        if self.runtime == "torch":
+        if self.device.type == "cuda":
             return TorchRunner(file, self.shapes, self.device)
         from components.common.runtimes.openvino import OpenVINORunner  # a GPU machine need not have it
 
