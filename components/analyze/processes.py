@@ -167,8 +167,8 @@ def _work(
     os.sched_setaffinity(0, cores)
     sink = _PipeSink(end)
     try:
-        told = partial(_call_when_told, end)
-        sink.send("done", label(config, bundle, output, share, sink, _PipeLog(sink), told, ready.wait))
+        on_stop = partial(_stop_on_message, end)
+        sink.send("done", label(config, bundle, output, share, sink, _PipeLog(sink), on_stop, ready.wait))
     except Exception as error:
         error.add_note(traceback.format_exc())
         try:
@@ -179,7 +179,7 @@ def _work(
 
 
 @contextmanager
-def _call_when_told(end: Connection, stop: Callable[[], None]) -> Iterator[None]:
+def _stop_on_message(end: Connection, stop: Callable[[], None]) -> Iterator[None]:
     def listen() -> None:
         with suppress(EOFError, OSError):
             end.recv()

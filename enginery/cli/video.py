@@ -89,8 +89,8 @@ def video(
         try:
             analysis = analyze(chosen, source.bundle, out, StepLog("video"))
         except OSError as error:
-            if explained := out_of_space(error, out):
-                raise explained from None
+            if full := out_of_space(error, out):
+                raise full from None
             raise
     console = new_console()
     table = new_table("stream", ">frames", ">dropped", "frames that show", ">p99 ms")

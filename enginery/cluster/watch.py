@@ -184,20 +184,20 @@ class RunFollower:
     def follow(self) -> int:
         """Poll until the run ends. Returns the exit code. Ctrl-C stops the watching, not the run."""
         # KFP's wait_for_run_completion never ends for a cancelled run and gives up at the first lost connection.
-        pause_s, answered_s, told = _SHORTEST_POLL_S, time.monotonic(), False
+        pause_s, answered_s, is_reported = _SHORTEST_POLL_S, time.monotonic(), False
         try:
             while True:
                 try:
                     run = self.client.get_run(self.run_id)
                     self.server.field(run, "run_id")
-                    answered_s, told = time.monotonic(), False
+                    answered_s, is_reported = time.monotonic(), False
                 except (kfp_server_api.ApiException, urllib3.exceptions.HTTPError, UserError) as error:
                     is_final = isinstance(error, UserError) or getattr(error, "status", 503) in (401, 403, 404)
                     if time.monotonic() - answered_s > _LOST_S or is_final:
                         raise self._lost(error) from None
-                    if not told:
+                    if not is_reported:
                         echo(f"{self.server.endpoint} does not answer; it is asked again for {_LOST_S:.0f} s")
-                    told = True
+                    is_reported = True
                 else:
                     if self._report(run):
                         return self._exit_code(run)

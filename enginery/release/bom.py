@@ -30,7 +30,7 @@ def bill_of_materials(
         provenance: of report.json: code, digests, and the environment of each step.
     """
     environments = {step: Environment.model_validate(seen) for step, seen in provenance["environments"].items()}
-    data, model = _data_set(record, provenance["digests"]), _source_model(record, bundle.manifest)
+    data, model = _dataset(record, provenance["digests"]), _source_model(record, bundle.manifest)
     components = [data, model, _code(provenance["code"]), *_libraries(environments), *_platforms(environments)]
     components += _build_tools(bundle.manifest)
     subject = _subject(record, bundle, report)
@@ -72,7 +72,7 @@ def _subject(record: ReleaseRecord, bundle: Artifact[BundleManifest], report: Ar
     )
 
 
-def _data_set(record: ReleaseRecord, digests: dict[str, str]) -> _Json:
+def _dataset(record: ReleaseRecord, digests: dict[str, str]) -> _Json:
     return _component(
         "data",
         "dataset",

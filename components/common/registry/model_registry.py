@@ -128,22 +128,22 @@ class Registry:
         return without_credentials(str(self.client.tracking_uri))
 
     @contextmanager
-    def reached(self, unfinished: str) -> Iterator[None]:
-        """Tell in one message when the server goes away, or what the disk refuses; `unfinished` is then undone."""
+    def reached(self, undone: str) -> Iterator[None]:
+        """Tell in one message when the server goes away, or what the disk refuses; `undone` says what was not done."""
         try:
             yield
         except Exception as error:
             if is_unreachable(error):
-                raise self.lost(unfinished) from error
+                raise self.lost(undone) from error
             database = sqlite_file(self.uri)  # a server has a disk of its own
             if database and not isinstance(error, EngineryError) and (known := explain(error, database)):
                 raise known from error
             raise
 
-    def lost(self, unfinished: str) -> EngineryError:
+    def lost(self, undone: str) -> EngineryError:
         """The error of a server that went away."""
         return EngineryError(
-            f"{unfinished}: MLflow at {self.uri} can't be reached any more. Start the server, "
+            f"{undone}: MLflow at {self.uri} can't be reached any more. Start the server, "
             "then run the same command again (finished steps are kept)",
             code="store-lost",
         )

@@ -14,7 +14,7 @@ _NUM_VAL = 2000
 
 
 def _points(floor: float, scale: float, exponent: float, seed: int, num_val: int = _NUM_VAL) -> list[Point]:
-    """Two runs each of 500 to 4,000 images, judged by images drawn anew."""
+    """Two runs each of 500 to 4,000 images, judged by images drawn again."""
     chance = np.random.default_rng(seed)
     points = []
     for number in (500, 1000, 2000, 4000):
