@@ -10,7 +10,7 @@ from components.common.contracts.errors import UserError
 from enginery.formats import new_console, new_table, number, size_text, verdict_text
 from enginery.local.runs import find_summary
 from enginery.local.state import StateDirectory
-from enginery.registry.compare import MIXED, NOTHING, Comparison, joined_units
+from enginery.registry.compare import MIXED, NOTHING, RunComparison, joined_units
 from enginery.registry.compare import compare as compare_runs
 from enginery.registry.models import is_reference, open_registry, version_summary
 
@@ -61,7 +61,7 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
         console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=False)
 
 
-def _print_measures(console: Console, result: Comparison) -> None:
+def _print_measures(console: Console, result: RunComparison) -> None:
     if not result.precisions:
         return
     table = new_table(

@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from components.common.contracts.errors import UserError
 from enginery.formats import new_console, new_table, size_text
-from enginery.local.gc import Plan, Rules, delete, in_use, leftovers, parse_age, parse_size, plan, remove
+from enginery.local.gc import RemovalPlan, Rules, delete, in_use, leftovers, parse_age, parse_size, plan, remove
 from enginery.local.runs import PastRun, past_runs
 from enginery.local.state import StateDirectory
 
@@ -55,7 +55,7 @@ def gc(older_than: str | None, keep: int | None, max_size: str | None, dry_run: 
     console.print(f"{size_text(freed_bytes)} freed")
 
 
-def _show(console: Console, decided: Plan, num_runs: int) -> None:
+def _show(console: Console, decided: RemovalPlan, num_runs: int) -> None:
     for run, reason in decided.keep:
         console.print(f"kept {run.name}: {escape(reason)}", style="dim")
     if not decided.remove:

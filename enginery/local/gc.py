@@ -57,7 +57,7 @@ class InUse:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RemovalPlan:
     """Runs to remove and to keep."""
 
     remove: list[tuple[PastRun, str]]  # with the rule that says so
@@ -140,7 +140,7 @@ def _is_there(uri: str) -> bool:
     return not uri.startswith("sqlite:///") or Path(uri.removeprefix("sqlite:///")).exists()
 
 
-def plan(runs: Sequence[PastRun], rules: Rules, needed: InUse, now: float) -> Plan:
+def plan(runs: Sequence[PastRun], rules: Rules, needed: InUse, now: float) -> RemovalPlan:
     """Decide. `runs` are newest first."""
     marked: dict[str, str] = {}
     for position, run in enumerate(runs):
@@ -160,7 +160,7 @@ def plan(runs: Sequence[PastRun], rules: Rules, needed: InUse, now: float) -> Pl
                 marked[run.name] = "oldest beyond the size"
                 left_bytes -= 0 if held[run.name] else run.size_bytes
     going = [run for run in reversed(runs) if run.name in marked]
-    return Plan(
+    return RemovalPlan(
         remove=[(run, marked[run.name]) for run in going if not held[run.name]],
         keep=[(run, held[run.name]) for run in going if held[run.name]],
         total_bytes=total_bytes,

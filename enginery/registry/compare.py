@@ -24,7 +24,7 @@ class ComparedRun(Record):
     rows: dict[str, PrecisionRow] = Field(description="What was measured, by precision; empty if it did not get there.")
 
 
-class Comparison(Record):
+class RunComparison(Record):
     """Output of `enginery compare --json`."""
 
     schema_version: int = 1
@@ -45,7 +45,7 @@ def joined_units(runs: Sequence[ComparedRun]) -> str:
     return " or ".join(dict.fromkeys(run.unit for run in runs if run.rows))
 
 
-def compare(summaries: Sequence[RunSummary]) -> Comparison:
+def compare(summaries: Sequence[RunSummary]) -> RunComparison:
     """Put runs side by side. The first one is A."""
     labels = [label(position) for position in range(len(summaries))]
     digests = [_digests(summary) for summary in summaries]
@@ -65,7 +65,7 @@ def compare(summaries: Sequence[RunSummary]) -> Comparison:
         {key: value if isinstance(value, str) else json.dumps(value) for key, value in flatten(each).items()}
         for each in ({"pipeline": summary.pipeline, **summary.arguments} for summary in summaries)
     ]
-    return Comparison(
+    return RunComparison(
         runs=runs,
         arguments={} if mixed else _differences(labels, arguments),
         data=_differences(labels, [{key: short(value) for key, value in entry.items()} for entry in digests]),

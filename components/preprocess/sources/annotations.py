@@ -55,7 +55,7 @@ class Annotated:
                 rows.append((*box, labels[kind], ignored))
                 outlines += self.outlines[place : place + 1]
             else:
-                refused.append((name, f"unknown class: {short(kind)}", False))
+                refused.append((name, f"unknown class: {quoted(kind)}", False))
         lengths = [len(outline) for outline in outlines]
         content = {"size": self.size, "relative": self.relative, "names": names, "refused": refused}
         line = json.dumps({**content, "outlines": lengths}).encode()
@@ -223,6 +223,6 @@ def _slashed(name: str) -> str:
     return name.replace("\\", "/").lstrip("./")
 
 
-def short(value: Any) -> str:
+def quoted(value: Any) -> str:
     """A value of the data, as messages show it."""
     return repr(value)[:60]

@@ -19,7 +19,7 @@ from components.preprocess.sources.annotations import (
     Index,
     example,
     folder_of,
-    short,
+    quoted,
     split_of,
     unnamed,
 )
@@ -192,7 +192,7 @@ def _add_yolo_object(annotated: Annotated, name: str, line: str) -> None:
         annotated.refused.append((name, f"unknown class: {kind:g}", False))
         return
     if max(rest) > _MOST_SHARE:
-        what = f"in pixels, and YOLO asks for shares of the image's sides: {short(line)}"
+        what = f"in pixels, and YOLO asks for shares of the image's sides: {quoted(line)}"
         annotated.refused.append((name, what, False))
         return
     if len(rest) == 4:
@@ -225,7 +225,7 @@ def _yolo_names(tree: Tree, files: Mapping[str, File]) -> tuple[str, ...] | None
                 f"{where} has names that are neither a list nor numbered from 0 to {len(names) - 1} without a gap; "
                 "number the classes as the labels do"
                 if isinstance(names, dict)
-                else f"{where} has names that are no list: {short(names)}; list the classes in the labels' order",
+                else f"{where} has names that are no list: {quoted(names)}; list the classes in the labels' order",
                 code="damaged-annotations",
             )
     return None

@@ -12,7 +12,7 @@ import numpy as np
 
 from components.common.contracts.errors import UserError
 from components.preprocess.outlines import packed_outline
-from components.preprocess.sources.annotations import MAX_NUMBER, Annotated, Found, Index, short, split_of, unnamed
+from components.preprocess.sources.annotations import MAX_NUMBER, Annotated, Found, Index, quoted, split_of, unnamed
 from components.preprocess.sources.folders import File, Tree, shown
 from components.preprocess.sources.json_stream import json_arrays
 from components.preprocess.sources.samples import ClassNames
@@ -70,7 +70,7 @@ def coco(tree: Tree, files: Mapping[str, File], *, with_outlines: bool = False) 
         if unlisted := places.keys() - content.images.keys():
             what = "annotations of an image" if len(unlisted) == 1 else f"annotations of {len(unlisted):,} images"
             number = sum(len(places[key]) for key in unlisted)
-            refused[f"{path}: image {short(min(unlisted, key=str))}"] = (
+            refused[f"{path}: image {quoted(min(unlisted, key=str))}"] = (
                 f"{what} that the file does not list: {number:,}"
             )
     if not classes and any(len(content.objects) for content in parsed.values()):
@@ -80,7 +80,7 @@ def coco(tree: Tree, files: Mapping[str, File], *, with_outlines: bool = False) 
         place = file.path if file else name
         # an image that another file annotates is not lost
         place = f"{path}: {name}" if place in images else place
-        refused[place] = f"its id is that of another image, too: {short(key)} in {path}"
+        refused[place] = f"its id is that of another image, too: {quoted(key)} in {path}"
     used = {kind for content in parsed.values() for kind in content.objects.kinds()}
     taken = {classes[key] for key in used & classes.keys()}
     # Roboflow's files begin with a category that no annotation has, at times of a class's own name.
@@ -153,7 +153,7 @@ class _CocoObjects:
         found, seen = Annotated(size=size), set()
         keys, boxes = self._table[places].tolist(), np.frombuffer(self._boxes).reshape(-1, 4)[places].tolist()
         for place, (number, _, kind), (x, y, width, height) in zip(places.tolist(), keys, boxes, strict=True):
-            name = f"annotation {short(self._key(number))}"
+            name = f"annotation {quoted(self._key(number))}"
             if number in firsts:
                 if (content := self._content(place)) in seen:
                     found.refused.append((name, "listed twice", False))
@@ -226,12 +226,12 @@ def _coco_file(tree: Tree, path: str, with_outlines: bool) -> _CocoFile | None:
     with tree.open(path) as file:
         for kind, entry in _entries(file, where, kinds):
             if not isinstance(entry, dict):
-                raise _no_coco(where, f"{kind} holds {short(entry)}")
+                raise _no_coco(where, f"{kind} holds {quoted(entry)}")
             if not isinstance(entry.get("id", 0), int | str):
-                raise _no_coco(where, f"{kind} holds an id that is neither integer nor text: {short(entry['id'])}")
+                raise _no_coco(where, f"{kind} holds an id that is neither integer nor text: {quoted(entry['id'])}")
             if kind == "images":
                 if not isinstance(entry.get("file_name"), str) or "id" not in entry:
-                    raise _no_coco(where, f"an image has no id or file_name: {short(entry)}")
+                    raise _no_coco(where, f"an image has no id or file_name: {quoted(entry)}")
                 size = entry.get("width"), entry.get("height")
                 known = size if all(isinstance(side, int) and side > 0 for side in size) else None
                 named = content.images.get(entry["id"])
@@ -240,12 +240,12 @@ def _coco_file(tree: Tree, path: str, with_outlines: bool) -> _CocoFile | None:
                 content.images[entry["id"]] = entry["file_name"], known  # type: ignore[assignment]
             elif kind == "categories":
                 if "id" not in entry or entry.get("name") in (None, ""):
-                    raise _no_coco(where, f"a category has no id or name: {short(entry)}")
+                    raise _no_coco(where, f"a category has no id or name: {quoted(entry)}")
                 name = str(entry["name"])
                 if content.categories.setdefault(entry.get("id"), name) != name:
                     other = content.categories[entry.get("id")]
                     raise UserError(
-                        f"{where} calls category {short(entry.get('id'))} {other!r} and {name!r}; give each an id of "
+                        f"{where} calls category {quoted(entry.get('id'))} {other!r} and {name!r}; give each an id of "
                         "its own",
                         code="other-classes",
                     )
