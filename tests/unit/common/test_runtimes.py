@@ -53,7 +53,7 @@ def runtimes_of(bundle, option):
 
 
 def test_a_runtime_is_an_entry_and_a_module():
-    assert get_args(RuntimeOption) == ("auto", "tensorrt", "openvino", "onnxruntime")
+    assert {"auto", "tensorrt", "openvino", "onnxruntime"} <= set(get_args(RuntimeOption))
     for runtime in RUNTIMES.values():
         if runtime.can_be_chosen:
             assert callable(runtime.module.open_model)
