@@ -1,7 +1,7 @@
 """Images with boxes, in the formats that users have: COCO JSON, Pascal VOC XML, YOLO text files."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -38,6 +38,7 @@ _MOST_SHARE = 2.0  # of YOLO's numbers: a box may reach out of the image
 _NUM_READERS = 8  # of many small files
 _NAME_FILES = ("data.yaml", "data.yml", "dataset.yaml", "classes.txt", "obj.names", "_darknet.labels")
 _LISTS = "ImageSets/Main"
+_FLAG = re.compile(r"\s+-?[01]$")  # of lists: whether a class is in the image
 _VOC = re.compile(r"<annotation[\s/>]")
 
 
@@ -71,11 +72,9 @@ def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | Non
         return None
     folders = {folder_of(path) for path in read}
     index = Index(files)
-    listed = {
-        split: set(map(_stem, tree.read(path).decode(errors="replace").split())) if path in files else None
-        for split in ("train", "val")
-        for path in [next((each for each in files if each.endswith(f"{_LISTS}/{split}.txt")), "")]
-    }
+    stems = {PurePosixPath(path).stem for path in texts}
+    listed = {split: _voc_lists(tree, files, split, stems) for split in ("train", "val")}
+    is_listed = all(any(lists.values()) for lists in listed.values())
     images: dict[str, tuple[File, str, Annotated]] = {}
     refused = {
         path: f"no annotations of Pascal VOC: {text.problem}"
@@ -87,8 +86,8 @@ def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | Non
     for path, text in sorted(read.items()):
         stem = PurePosixPath(path).stem
         split = split_of(folder_of(path))
-        if listed["train"] and listed["val"]:
-            split = next((name for name, stems in listed.items() if stems and stem in stems), None)
+        if is_listed:
+            split = next((name for name, lists in listed.items() if _is_in(lists, path)), None)
         if split is None:
             continue
         try:
@@ -107,8 +106,29 @@ def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | Non
         else:
             images[file.path] = (file, split, annotated)
             kinds |= {kind for *_, kind, _ in annotated.objects}
-    refused |= unnamed(files, images, refused, "no XML file names it") if listed["train"] is None else {}
+    refused |= unnamed(files, images, refused, "no XML file names it") if not listed["train"] else {}
+    for split, lists in listed.items() if is_listed else ():
+        for folder, names in lists.items():
+            missing = names - {PurePosixPath(path).stem for path in texts if path.startswith(folder)}
+            refused |= dict.fromkeys(missing, f"{folder}{_LISTS}/{split}.txt names it, and it has no XML file")
     return Found(images=images, classes=plain_names(sorted(kinds)), refused=refused)
+
+
+def _voc_lists(tree: Tree, files: Mapping[str, File], split: str, stems: Collection[str]) -> dict[str, set[str]]:
+    """Names of a split by the folder that ImageSets lies in; a flag behind a name is no part of it."""
+    end = f"{_LISTS}/{split}.txt"
+    lists = {}
+    for path in files:
+        if f"/{path}".endswith(f"/{end}"):
+            lines = map(str.strip, tree.read(path).decode("utf-8-sig", errors="replace").splitlines())
+            lists[path.removesuffix(end)] = {
+                _stem(line) if _stem(line) in stems else _stem(_FLAG.sub("", line)) for line in lines if line
+            }
+    return lists
+
+
+def _is_in(lists: Mapping[str, set[str]], path: str) -> bool:
+    return any(path.startswith(folder) and PurePosixPath(path).stem in names for folder, names in lists.items())
 
 
 def _voc_image(text: str) -> tuple[Annotated, str]:

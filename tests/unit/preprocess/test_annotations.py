@@ -244,6 +244,40 @@ def test_lists_of_voc_may_name_files(tmp_path: Path) -> None:
     assert [Path(entry["path"]).stem for entry in listing(dataset, "val")] == ["d"]
 
 
+def test_lists_of_each_of_several_folders_of_voc_and_as_editors_write_them(tmp_path: Path) -> None:
+    for year, names in (("VOC2007", "abcd"), ("VOC2012", "aefd")):
+        write_voc(root := tmp_path / "data" / year)
+        for old, new in zip("abcd", names, strict=True):
+            own = f"{year} {new}"  # with a space
+            (root / "JPEGImages" / f"{old}.png").rename(root / "JPEGImages" / f"{own}.png")
+            xml = root / "Annotations" / f"{old}.xml"
+            text = xml.read_text(encoding="utf-8").replace(f"{old}.png", f"{own}.png")
+            xml.with_name(f"{own}.xml").write_text(text, encoding="utf-8")
+            xml.unlink()
+        for split, part in (("train", names[:3]), ("val", names[3])):
+            lines = "".join(f"{year} {name}  {sign}\r\n" for name, sign in zip(part, (1, -1, 0), strict=False))
+            (root / "ImageSets" / "Main" / f"{split}.txt").write_bytes(b"\xef\xbb\xbf" + lines.encode())
+    with (tmp_path / "data" / "VOC2012" / "ImageSets" / "Main" / "val.txt").open("a", encoding="utf-8") as file:
+        file.write("VOC2007 b\n")
+    dataset = packed(tmp_path / "data", tmp_path / "x", max_bad_fraction=0.2, on_leak="warn")
+    stems = {split: sorted(Path(entry["path"]).stem for entry in listing(dataset, split)) for split in ("train", "val")}
+    train = ["VOC2007 a", "VOC2007 b", "VOC2007 c", "VOC2012 a", "VOC2012 e", "VOC2012 f"]
+    assert stems == {"train": train, "val": ["VOC2007 d", "VOC2012 d"]}
+    why = {"VOC2007 b": "VOC2012/ImageSets/Main/val.txt names it, and it has no XML file"}
+    assert rejected(dataset.path) == why
+
+
+def test_a_number_of_a_name_is_no_flag_of_a_list_of_voc(tmp_path: Path) -> None:
+    write_voc(root := tmp_path / "data")
+    for old in "abcd":
+        (root / "JPEGImages" / f"{old}.png").rename(root / "JPEGImages" / f"{old} 1.png")
+        (root / "Annotations" / f"{old}.xml").rename(root / "Annotations" / f"{old} 1.xml")
+    for split, part in (("train", "abc"), ("val", "d")):
+        (root / "ImageSets" / "Main" / f"{split}.txt").write_text("".join(f"{name} 1\n" for name in part))
+    dataset = packed(root, tmp_path / "x")
+    assert [len(listing(dataset, split)) for split in ("train", "val")] == [3, 1]
+
+
 def test_images_of_a_test_split_alone_are_none_to_train_on(tmp_path: Path) -> None:
     write_images(tmp_path / "data" / "test", "ab")
     (tmp_path / "data" / "test" / "annotations.json").write_text(json.dumps(coco("ab")), encoding="utf-8")
