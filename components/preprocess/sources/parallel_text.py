@@ -284,4 +284,5 @@ class _TmxReader:
     def _known(self, language: str) -> str:
         """The language of ours that a unit's is, or a variant of; "" for another."""
         found = language.lower().replace("_", "-")
-        return next((own for own in self._languages if found == own or found.startswith(f"{own}-")), "")
+        fitting = (own for own in self._languages if f"{found}-".startswith(f"{own}-"))
+        return max(fitting, key=len, default="")  # zh-TW is no zh where both are ours

@@ -305,6 +305,13 @@ def test_tmx(tmp_path: Path) -> None:
     assert len(list(find_texts(str(tmp_path / "wide.tmx"), ("en", "de"), tmp_path)[0].read())) == 120
 
 
+def test_a_language_and_its_variant_are_two_languages_of_tmx(tmp_path: Path) -> None:
+    path = tmp_path / "text.tmx"
+    path.write_bytes(tmx("".join(unit(*pair, ("zh-CN", "zh_TW")) for pair in PAIRS)))
+    pairs = list(find_texts(str(path), ("zh", "zh-TW"), tmp_path)[0].read())
+    assert [(pair.source, pair.target, pair.problem) for pair in pairs] == [(*pair, "") for pair in PAIRS]
+
+
 LAUGHS = "<!DOCTYPE tmx [" + "".join(
     f'<!ENTITY l{number} "{f"&l{number - 1};" * 10 if number else "ha"}">' for number in range(10)
 )
