@@ -173,7 +173,8 @@ class IssueFinder:
             labels = [label for label, _ in entry["shares"]]
             self._has_void |= sum(share for _, share in entry["shares"]) < _WHOLE
         np.add.at(self._counts[split], labels, times)
-        self._num_annotations += times * len(entry.get("objects", (0,)))
+        number = len(entry["objects"]) if "objects" in entry else entry.get("num_annotations", 1)
+        self._num_annotations += times * number
 
     def leave_out(self, entries: Mapping[int, Mapping[str, Any]]) -> None:
         """Forget images of the validation split: entries by their places in its listing, once all are added."""

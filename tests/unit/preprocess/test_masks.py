@@ -194,6 +194,7 @@ def test_polygons_of_coco_and_what_is_wrong_with_them(tmp_path: Path) -> None:
     refused = rejected(dataset.path)
     assert refused["2.png"].startswith("annotated at another size")
     assert refused["4.png"] == "annotations.json names it, and it is not there"
+    assert "Something is wrong with 11 of 15 annotations" in dataset.file("data_card.html").read_text(encoding="utf-8")
 
 
 def test_a_background_among_the_categories_of_coco_is_the_background(tmp_path: Path) -> None:
