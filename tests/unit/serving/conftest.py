@@ -119,7 +119,8 @@ def start_serving(source: Path | str, folder: Path, *options: str, **environment
     return Running(process=process, http=ports[0], grpc=ports[1], metrics=ports[2], log=log)
 
 
-def wait_until_ready(running: Running, said: str = "ready: ", times: int = 1) -> None:
+def wait_until_ready(running: Running, said: str = "/metrics\n", times: int = 1) -> None:
+    """Until the last line of a start is in the log, or so many times what is `said`."""
     log = running.log.read_text
     wait_until(lambda: log().count(said) >= times, log, process=running.process)
 
