@@ -23,7 +23,7 @@ from components.analyze.answers import FrameAnswers
 from components.analyze.config import AnalyzeConfig
 from components.analyze.results import StreamResult
 from components.analyze.streams import Streams, StreamState
-from components.analyze.videos import VideoFrame, VideoSource, rgb_images
+from components.analyze.videos import VideoFrame, VideoSource, empty_planes, rgb_images
 from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import RuntimeUnavailable
 from components.common.contracts.manifests import Artifact, BundleManifest
@@ -148,6 +148,7 @@ def label(
 
             assert isinstance(runner, TensorRTRunner)
             runner.capture_only(batch_size)
+            runner.infer(transform.transform(rgb_images([empty_planes(1280, 720)] * batch_size)))  # loads kernels
         sink.flush()  # who follows the files finds them
         meet()
         began_s = time.monotonic()

@@ -377,6 +377,17 @@ def planes_of(frame: av.VideoFrame, turns: int = 0, *, is_mirrored: bool = False
     return Planes(luma=luma, chroma=chroma, space=space, is_full=is_full, turns=turns, is_mirrored=is_mirrored)
 
 
+def empty_planes(width: int, height: int) -> Planes:
+    """Planes of zeros on the GPU, of even sides."""
+    import torch
+
+    luma, chroma = (
+        torch.zeros(shape, dtype=torch.uint8, device="cuda")
+        for shape in ((height, width), (height // 2, width // 2, 2))
+    )
+    return Planes(luma=luma, chroma=chroma, space=5, is_full=False, turns=0, is_mirrored=False)
+
+
 def rgb_images(frames: Sequence[Any]) -> list[Any]:
     """Images [H, W, 3] uint8 RGB, upright: those of Planes where they are, others as they came.
 
