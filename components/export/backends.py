@@ -111,7 +111,9 @@ class TensorRTBackend:
                 self.log.warning(f"INT8 with {form} can't be built, trying another form: {error}")
                 continue
             self._form = form
-            entry = entry.model_copy(update={"weights": form.weights, "failed_forms": tuple(self._failed)})
+            entry = entry.model_copy(
+                update={"weights": form.weights, "failed_forms": (*self._failed, *entry.failed_forms)}
+            )
             return Compiled(
                 name=name,
                 precision="int8",

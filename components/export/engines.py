@@ -148,30 +148,40 @@ def build_engine(
         cache_file = timing_cache_path / _timing_cache_name(trt, precision, options, read_onnx(onnx_path))
     bits = mantissa_bits if precision == "fp16" else FP16_MANTISSA_BITS
     tensors = shapes if isinstance(shapes, Tensors) else Tensors.of_images(shapes)
-    order = _Order(
-        onnx_path, precision, tensors, cache_file, optimization_level, workspace_bytes, frozenset(options), bits
-    )
-    started = time.perf_counter()
-    plan, flags, kept_bits = _plan(trt, order)
-    plan_path.parent.mkdir(parents=True, exist_ok=True)
-    content = memoryview(plan).tobytes()
-    write_atomically(plan_path, content)
-    build_seconds = time.perf_counter() - started
     major, minor = torch.cuda.get_device_capability()
-    return EngineEntry(
-        file=plan_path.name,
-        precision=precision,
-        source_onnx=onnx_path.name,
-        onnx_digest=digest_file(onnx_path),
-        tensorrt_version=version_of_builder(trt, content),
-        gpu_name=torch.cuda.get_device_name(),
-        compute_capability=f"{major}.{minor}",
-        driver_version=driver_version(),
-        flags=flags,
-        optimization_level=optimization_level,
-        mantissa_bits=kept_bits,
-        build_seconds=build_seconds,
-    )
+    plan_path.parent.mkdir(parents=True, exist_ok=True)
+    failed: list[str] = []
+    for level in (optimization_level, 3 if optimization_level != 3 else 2):
+        order = _Order(onnx_path, precision, tensors, cache_file, level, workspace_bytes, frozenset(options), bits)
+        started = time.perf_counter()
+        plan, flags, kept_bits = _plan(trt, order)
+        content = memoryview(plan).tobytes()
+        write_atomically(plan_path, content)
+        entry = EngineEntry(
+            file=plan_path.name,
+            precision=precision,
+            source_onnx=onnx_path.name,
+            onnx_digest=digest_file(onnx_path),
+            tensorrt_version=version_of_builder(trt, content),
+            gpu_name=torch.cuda.get_device_name(),
+            compute_capability=f"{major}.{minor}",
+            driver_version=driver_version(),
+            flags=flags,
+            optimization_level=level,
+            mantissa_bits=kept_bits,
+            build_seconds=time.perf_counter() - started,
+            failed_forms=tuple(failed),
+        )
+        try:
+            tensorrt.open_context(plan_path, entry)  # TensorRT 8.6 built one for which it then had none
+        except EngineryError as error:
+            failed.append(f"optimization level {level}: {error}")
+            _log.warning("%s; trying another optimization level than %d", error, level)
+        else:
+            return entry
+    plan_path.unlink()
+    message = f"TensorRT {trt.__version__} builds {onnx_path} as {precision} and can't run it: {'; '.join(failed)}"
+    raise EngineryError(message, code="build-failed")
 
 
 def _plan(trt: ModuleType, order: _Order) -> tuple[Any, tuple[str, ...], int | None]:

@@ -16,7 +16,7 @@ from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import write_atomically
 from components.common.contracts.records import EngineEntry, EngineLayer, EngineLayers
 from components.common.contracts.transforms import ShapeSpec
-from components.common.runtimes.tensorrt import load_engine, load_tensorrt, tensorrt_logger
+from components.common.runtimes.tensorrt import load_tensorrt, open_context
 
 # In the order in which they are looked for: "TF32" and "BF16" would also be found by shorter words.
 _FORMATS = (
@@ -63,12 +63,7 @@ def inspect_engine(plan_path: Path, entry: EngineEntry, shapes: ShapeSpec, convo
 
 def _ask(plan_path: Path, entry: EngineEntry, shapes: ShapeSpec) -> str:
     trt = load_tensorrt()
-    runtime, engine = load_engine(plan_path, entry)
-    context = engine.create_execution_context()
-    if context is None:
-        raise EngineryError(
-            f"the plan {plan_path} can't be run here: {tensorrt_logger().take_errors()}", code="no-execution-context"
-        )
+    runtime, engine, context = open_context(plan_path, entry)
     context.set_input_shape(shapes.input_name, shapes.input_shape(shapes.opt_batch))
     inspector = engine.create_engine_inspector()
     inspector.execution_context = context  # without one, all formats are "N/A due to dynamic shapes"

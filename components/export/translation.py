@@ -318,6 +318,7 @@ class _PlanBuilder:
                     failed.append(f"batches of fixed sizes: {error}".replace(str(file), file.name))
                     self.log.warning(f"{file.name} can't be built for batches of fixed sizes, trying others: {error}")
                 else:
+                    failed += entry.failed_forms
                     entries.append(entry.model_copy(update={"weights": weights, "failed_forms": tuple(failed)}))
                     break
         return entries

@@ -158,6 +158,20 @@ def load_engine(plan_path: Path, entry: EngineEntry | None) -> tuple[Any, Any]:
     return runtime, engine
 
 
+def open_context(plan_path: Path, entry: EngineEntry | None) -> tuple[Any, Any, Any]:
+    """As `load_engine`, and an execution context: runtime, engine, context; each needs the one before while it lives.
+
+    Raises:
+        EngineryError: TensorRT makes none, for lack of memory or because it built what it can't run.
+    """
+    runtime, engine = load_engine(plan_path, entry)
+    context = engine.create_execution_context()
+    if context is None:
+        message = f"TensorRT makes no execution context of {plan_path}: {tensorrt_logger().take_errors()}"
+        raise EngineryError(message, code="no-execution-context")
+    return runtime, engine, context
+
+
 def _refit(trt: ModuleType, engine: Any, onnx_path: Path) -> None:
     """Put the weights of an ONNX file into an engine that was built without them."""
     refitter = trt.Refitter(engine, tensorrt_logger())
@@ -240,11 +254,11 @@ def profile_layers(
         def report_layer_time(self, layer_name: str, ms: float) -> None:
             self.times.setdefault(layer_name, []).append(ms)
 
-    runtime, engine = load_engine(plan_path, entry)
+    runtime, engine, context = open_context(plan_path, entry)
     names = (shapes.input_name, shapes.output_name)
     dtypes = [torch_dtype(trt, engine.get_tensor_dtype(name)) for name in names]
     images = torch.randn(shapes.input_shape(batch_size), device="cuda").to(dtypes[0])
-    context, stream, profiler = engine.create_execution_context(), _new_stream(images.device), Profiler()
+    stream, profiler = _new_stream(images.device), Profiler()
     outputs = torch.empty(_output_shape(context, shapes, batch_size), dtype=dtypes[1], device="cuda")
     context.set_tensor_address(shapes.input_name, images.data_ptr())
     context.set_tensor_address(shapes.output_name, outputs.data_ptr())

@@ -204,24 +204,34 @@ def network(folder, num_convs, weight=1.0):
 
 @pytest.fixture
 def build(monkeypatch):
-    """`build(file, errors)`: what was built, try by try, and the plan. A try ends with the next of `errors`."""
+    """`build(file, errors)`: what was built, try by try, and the plan. A try ends with the next of `errors`.
 
-    def built(file, errors=(), precision="int8", mantissa_bits=10):
+    Then `not_run` plans make no execution context.
+    """
+
+    def built(file, errors=(), precision="int8", mantissa_bits=10, not_run=0, **options):
         tried: list[bytes] = []
+        opened: list[object] = []
+
+        def open_context(plan_path, entry):
+            opened.append(plan_path.read_bytes())
+            if len(opened) <= not_run:
+                raise EngineryError("no context", code="no-execution-context")
 
         def try_to_build(trt, order, model):
             tried.append(model)
             return (None if len(tried) <= len(errors) else b"plan"), ("FLAG",)
 
         take_errors = iter(["what an earlier build left", *errors])
-        logger = SimpleNamespace(take_errors=lambda: next(take_errors))
+        logger = SimpleNamespace(take_errors=lambda: next(take_errors, ""))
         monkeypatch.setattr(engines, "tensorrt_logger", lambda: logger)
         monkeypatch.setattr(engines, "_try_to_build", try_to_build)
         monkeypatch.setattr(engines, "load_tensorrt", lambda: SimpleNamespace(__version__="8.6.0"))
         monkeypatch.setattr(engines, "driver_version", lambda: "580")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-        options = {"precision": precision, "shapes": SHAPES, "mantissa_bits": mantissa_bits}
+        monkeypatch.setattr(engines.tensorrt, "open_context", open_context)
+        options |= {"precision": precision, "shapes": SHAPES, "mantissa_bits": mantissa_bits}
         try:
             return tried, engines.build_engine(file, file.with_suffix(".plan"), **options)
         except EngineryError as error:
@@ -253,6 +263,18 @@ def test_the_last_error_is_said(build, tmp_path, num_convs, errors, num_tries):
     assert (len(tried), error.code) == (num_tries, "build-failed")
     assert str(error).endswith(f"int8.onnx as int8: {errors[-1]}")
     assert not (tmp_path / "int8.plan").exists()
+
+
+@pytest.mark.parametrize(("asked", "other"), [(3, 2), (1, 3)])
+def test_a_plan_that_can_not_run_is_built_at_another_level(build, tmp_path, asked, other):
+    file = network(tmp_path, num_convs=2)
+    tried, entry = build(file, not_run=1, optimization_level=asked)
+    assert (len(tried), entry.optimization_level) == (2, other)
+    assert entry.failed_forms == (f"optimization level {asked}: no context",)
+    tried, error = build(file, not_run=2, optimization_level=asked)
+    assert (len(tried), error.code) == (2, "build-failed")
+    assert str(error).endswith(f"level {asked}: no context; optimization level {other}: no context")
+    assert not file.with_suffix(".plan").exists()
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("fp32", 1.3), ("fp16", 1.25), ("int8", 1.3)])
