@@ -7,7 +7,7 @@ memory, and no line beyond MAX_LINE_BYTES.
 import gzip
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -16,7 +16,16 @@ from typing import Any, BinaryIO, NamedTuple
 from xml.parsers import expat
 
 from components.common.contracts.errors import UserError
-from components.common.data.places import RemotePlace, fetched, file_name, is_uri, local_path, locate, translate_errors
+from components.common.data.places import (
+    LocalPlace,
+    RemotePlace,
+    fetched,
+    file_name,
+    is_uri,
+    local_path,
+    locate,
+    translate_errors,
+)
 from components.preprocess.sources.annotations import split_of
 from components.preprocess.sources.folders import LocalTree, damaged, remote_tree, shown
 
@@ -79,6 +88,8 @@ def find_texts(data: str, languages: tuple[str, str], scratch: Path) -> list[Tex
     with translate_errors(place.name):
         tree = remote_tree(place)[0] if isinstance(place, RemotePlace) else LocalTree(place)
         names = sorted(file.path for file in tree.files(""))
+    if isinstance(place, LocalPlace) and isinstance(tree, LocalTree):
+        _refuse_links_out(place, tree.unreadable, languages)
     found = []
     for name in names:
         split, where = split_of(name), shown(tree.name, name)
@@ -86,7 +97,7 @@ def find_texts(data: str, languages: tuple[str, str], scratch: Path) -> list[Tex
         if split is None:  # test data
             continue
         opener = partial(tree.open, name)
-        if name.endswith(SUFFIXES):
+        if name.lower().endswith(SUFFIXES):
             found.append(_text_file(name, split, opener, where, languages))
         elif stem.endswith(suffix) and (other := _counterpart(name, languages)) in names:
             openers = (opener, partial(tree.open, other))
@@ -105,6 +116,20 @@ def find_texts(data: str, languages: tuple[str, str], scratch: Path) -> list[Tex
     return found
 
 
+def _refuse_links_out(place: LocalPlace, links: Iterable[str], languages: tuple[str, str]) -> None:
+    """Raise UserError for a link that is not followed, to a folder or a file of pairs: no text is left out silently."""
+    ends = tuple(f".{language}{gz}" for language in languages for gz in ("", ".gz"))
+    for name in links:
+        is_text = name.lower().endswith(SUFFIXES) or name.endswith(ends) or (Path(place.root) / name).is_dir()
+        if is_text and split_of(name) is not None:
+            raise UserError(
+                f"{shown(place.name, name)} is a link to nothing in the data folder, so it is not read; put a copy in "
+                "its place (cp -rL), or remove the link",
+                code="link-out",
+                setting="data",
+            )
+
+
 def _counterpart(name: str, languages: tuple[str, str]) -> str:
     gz = ".gz" if name.endswith(".gz") else ""
     return f"{name.removesuffix(gz).removesuffix(languages[0])}{languages[1]}{gz}"
@@ -113,7 +138,7 @@ def _counterpart(name: str, languages: tuple[str, str]) -> str:
 def _text_file(
     name: str, split: str, opener: Callable[[], BinaryIO], where: str, languages: tuple[str, str]
 ) -> TextFile:
-    is_tmx = name.removesuffix(".gz").endswith(".tmx")
+    is_tmx = name.lower().removesuffix(".gz").endswith(".tmx")
     read = partial(_tmx, opener, where, languages) if is_tmx else partial(_tsv, opener, where)
     return TextFile(name=name, split=split, read=read)
 

@@ -466,13 +466,27 @@ def test_data_that_is_no_parallel_text(tmp_path: Path, name: str, code: str) -> 
             check_data_folder(str(tmp_path / name), "translation")
 
 
-def test_links_out_of_the_folder_are_not_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["link.tsv", "link.TMX", "link.en", "link.de.gz", "folder"])
+def test_text_behind_a_link_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
     data = tmp_path / "data"
     data.mkdir()
-    (tmp_path / "secret.tsv").write_bytes(tsv(phrases(5, seed=5)))
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret/secret.tsv").write_bytes(tsv(phrases(5, seed=5)))
     (data / "text.tsv").write_bytes(tsv(PAIRS))
-    (data / "link.tsv").symlink_to(tmp_path / "secret.tsv")
+    (data / "notes.txt").symlink_to(tmp_path / "secret/secret.tsv")
     assert everything(packed(data, tmp_path / "out")) == sorted(PAIRS)
+    (data / name).symlink_to(tmp_path / ("secret" if name == "folder" else "secret/secret.tsv"))
+    with refuses("link-out", "data"):
+        packed(data, tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", ["TEXT.TSV", "Text.Tmx", "TEXT.TMX.GZ"])
+def test_the_case_of_an_ending_does_not_matter(tmp_path: Path, name: str) -> None:
+    content = tsv(PAIRS) if "TSV" in name else tmx("".join(unit(*pair) for pair in PAIRS))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
+    for data in (tmp_path / "data", tmp_path / "data" / name):
+        assert everything(packed(data, tmp_path / f"out-{data.name}")) == sorted(PAIRS)
 
 
 def test_the_same_text_gives_the_same_dataset(tmp_path: Path) -> None:
