@@ -68,13 +68,13 @@ def _items(sent: Any, column: str = COLUMN, taken: str = TAKEN) -> Iterable[Any]
     if isinstance(sent, pd.Series | list | tuple):
         return list(sent)
     if isinstance(sent, np.ndarray):
-        return _items_of_array(sent)
+        return _items_of_array(sent, taken)
     return [sent]
 
 
-def _items_of_array(sent: np.ndarray) -> Iterable[Any]:
+def _items_of_array(sent: np.ndarray, taken: str) -> Iterable[Any]:
     if sent.dtype.kind == "S":  # NumPy drops zeros at the end of these
-        message = f"an array of {sent.dtype} cuts bytes off; use a list, or an array of dtype object. {TAKEN}"
+        message = f"an array of {sent.dtype} cuts bytes off; use a list, or an array of dtype object. {taken}"
         raise UserError(message, code="fixed-width-bytes")
     if sent.dtype.kind in "OU":  # of files' contents, base64 texts, paths or arrays
         return sent.reshape(-1).tolist()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+import numpy as np
 import pandas as pd
 import pytest
 from click.testing import CliRunner
@@ -73,10 +74,12 @@ def test_mlflow_loads_a_translator(translator: Chain, opened: Translator, tmp_pa
         ([SENTENCES[0], ""], {}, "empty-sentence"),
         (SENTENCES, {"beam_size": 0}, "invalid-beam-size"),
         (pd.DataFrame({"a": ["x"], "b": ["y"]}), {}, "no-column"),
+        (np.array([b"half past seven"]), {}, "fixed-width-bytes"),
     ]
     for sent, params, code in refused:
-        with refuses(code):
+        with refuses(code) as caught:
             model._model_impl.predict(sent, params)
+        assert "image" not in str(caught.value)
 
 
 def test_predict_translates_arguments_and_lines(translator: Chain, opened: Translator) -> None:
