@@ -179,9 +179,9 @@ def _benchmark(
     sentences: Sequence[str],
     vocabulary: Vocabulary,
 ) -> BenchmarkReport:
-    """Speed on some sentences of every length."""
+    """Speed on some sentences of every length that the model takes."""
     lengths = np.array([len(ids) for ids in vocabulary.encode(sentences)])
-    order = np.argsort(lengths, kind="stable")
+    order = np.argsort(lengths, kind="stable")[: (lengths <= models.manifest.text_spec.max_tokens).sum()]
     places = order[np.unique(np.linspace(0, len(order) - 1, config.benchmark_sentences).round().astype(int))]
     places = np.random.default_rng(_SEED).permutation(places)  # batches of all lengths, as requests come
     chosen = [sentences[place] for place in places.tolist()]

@@ -1,6 +1,8 @@
 """The report of a translator: scores of what was translated, speed in turns and by length, and the gate's verdict."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +11,13 @@ import numpy as np
 import pytest
 import sacrebleu
 
-from components.common.contracts.errors import GateFailed
+from components.common.contracts.errors import GateFailed, UserError
 from components.common.contracts.manifests import BundleManifest, DatasetManifest, ReportManifest, load
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
 from components.common.tasks.translation import evaluation
+from components.common.tasks.translation.runners import Translator
+from components.common.tasks.translation.vocabulary import VOCABULARY, Vocabulary
 from components.validate.config import ValidateConfig
 from components.validate.schema import Report
 from components.validate.translation import SentenceRunner, by_length, measure
@@ -124,10 +128,48 @@ def test_latency_by_length_tells_long_sentences_from_short_ones() -> None:
     assert all(99 <= row.num_sentences <= 101 for row in many)
 
 
+class Upper(Translator):
+    """Translates nothing of more than three characters."""
+
+    def __init__(self) -> None:
+        pass
+
+    def tokens(self, sentences: Sequence[str]) -> list[list[int]]:
+        if any(len(sentence) > 3 for sentence in sentences):
+            raise UserError("sentence 1 has too many tokens", code="sentence-too-long")
+        return [list(sentence.encode()) for sentence in sentences]
+
+    def translate_tokens(self, ids: Sequence[Sequence[int]], **_: int) -> list[str]:
+        return [bytes(one).decode().upper() for one in ids]
+
+
 def test_all_sentences_are_translated_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "_AT_ONCE", 3)
     seen: list[tuple[int, int]] = []
-    translator: Any = SimpleNamespace(translate=lambda part, **_: [text.upper() for text in part])
-    found = evaluation.translate_all(translator, list("abcdefg"), lambda *at: seen.append(at))
+    found = evaluation.translate_all(Upper(), list("abcdefg"), lambda *at: seen.append(at))
     assert found == list("ABCDEFG")
     assert seen == [(0, 7), (3, 7), (6, 7), (7, 7)]
+
+
+def test_a_sentence_that_is_too_long_for_the_model_has_no_translation() -> None:
+    """As one of a later dataset may be, on which a champion is measured."""
+    assert evaluation.translate_all(Upper(), ["a", "abcd", "b"], lambda *_: None) == ["A", "", "B"]
+    with refuses("sentence-too-long"):
+        evaluation.translate_all(Upper(), ["abcd", "efgh"], lambda *_: None)
+
+
+def test_sentences_that_are_too_long_are_said_and_not_timed(translator: Chain, tmp_path: Path) -> None:
+    models, data = load(translator.bundle, BundleManifest), load(translator.dataset, DatasetManifest)
+    sources = [source for source, _ in evaluation.read_pairs(data, "val")]
+    lengths = [len(ids) for ids in Vocabulary.read(models.file(VOCABULARY)).encode(sources)]
+    most = int(np.median(lengths))
+    text = models.manifest.text_spec.model_copy(update={"max_tokens": most})
+    shorter = replace(models, manifest=models.manifest.model_copy(update={"text": text}))
+    report, _ = measure(settings(benchmark_batch_sizes=(1,)), StepLog("validate"), shorter, data, tmp_path)
+    num_long = sum(length > most for length in lengths)
+    assert num_long
+    row = report.accuracy.row("int8")
+    assert row.num_images == len(sources)
+    num_empty = int(row.note.split("translations of ")[1].split(" ")[0])
+    assert num_empty >= num_long
+    assert max(one.max_tokens for one in report.benchmark.lengths) <= most

@@ -5,7 +5,7 @@ import unicodedata
 from collections.abc import Sequence
 
 from components.common.contracts.errors import UserError
-from components.common.tasks.translation.runners import Translator
+from components.common.tasks.translation.runners import BATCH_SIZE, Translator
 
 # What ends a line for some programs, or turns the direction of text, beside the control characters themselves.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]")
@@ -60,7 +60,7 @@ def on_one_line(translation: str) -> str:
 
 
 def translate_each(
-    translator: Translator, sentences: Sequence[bytes | str], *, beam_size: int = 1
+    translator: Translator, sentences: Sequence[bytes | str], *, beam_size: int = 1, batch_size: int = BATCH_SIZE
 ) -> list[str | UserError]:
     """A translation of each sentence, or why there is none, which calls the sentence "it"."""
     read: list[list[int] | UserError] = []
@@ -69,5 +69,6 @@ def translate_each(
             read += translator.tokens([read_sentence(sentence, "it")])
         except UserError as error:
             read.append(UserError(str(error).replace("sentence 1 ", "it ", 1), code=error.code))
-    said = iter(translator.translate_tokens([ids for ids in read if isinstance(ids, list)], beam_size=beam_size))
+    good = [ids for ids in read if isinstance(ids, list)]
+    said = iter(translator.translate_tokens(good, beam_size=beam_size, batch_size=batch_size))
     return [next(said) if isinstance(ids, list) else ids for ids in read]
