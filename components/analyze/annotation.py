@@ -14,13 +14,16 @@ _CLOCK = 90_000  # ticks of a second
 
 
 class AnnotatedVideo:
-    """Written frame by frame; whole at any time, since MP4 fragments stand by themselves."""
+    """Written frame by frame; whole at any time, since MP4 fragments stand by themselves.
+
+    Not to be used after an error: FFmpeg breaks the process off where a header that failed is written again.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path, self._partial = path, path.with_name(f".{path.name}.part")
-        self._container = av.open(
-            str(self._partial), "w", format="mp4", options={"movflags": "frag_keyframe+empty_moov"}
-        )
+        self._file = self._partial.open("wb")  # FFmpeg's own files are closed in silence on a full disk
+        options = {"movflags": "frag_keyframe+empty_moov"}
+        self._container = av.open(self._file, "w", format="mp4", options=options)
         self._stream: av.VideoStream | None = None
         self._last_pts = -1
 
@@ -42,6 +45,9 @@ class AnnotatedVideo:
             for packet in self._stream.encode(None):
                 self._container.mux(packet)
         self._container.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
         if self._stream is None:
             self._partial.unlink(missing_ok=True)
         else:

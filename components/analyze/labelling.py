@@ -208,6 +208,7 @@ def _label_all(
             outputs, parts = answered.result()
             writer.write(batch, outputs, [answer for part in parts for answer in part.result()])
             streams.wrote(batch)
+            writer.close_ended(streams.states)
             done += len(batch)
             log.progress("labelling", done, max(done + 1, sum(s.num_decoded for s in streams.states)), unit="frames")
 
@@ -267,10 +268,16 @@ class _Writer:
     def __enter__(self) -> "_Writer":
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        for video in self._videos.values():
-            video.close()
+    def __exit__(self, kind: object, *_: Any) -> None:
+        if kind is None:
+            for video in self._videos.values():
+                video.close()
         self._sink.flush()
+
+    def close_ended(self, states: Sequence[StreamState]) -> None:
+        """Complete the videos of streams that have ended: an open one holds dozens of frames."""
+        for index in [index for index in self._videos if states[index].has_ended]:
+            self._videos.pop(index).close()
 
     def say(self, kind: str, state: StreamState, frame: VideoFrame | None, **fields: Any) -> None:
         """Write an event of a stream: opened, size, stalled, resumed, lost, back, ended. From any thread."""

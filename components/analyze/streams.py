@@ -45,6 +45,11 @@ class StreamState:
     last_frame_s: float = 0.0  # or when it was opened, on that clock, too
     is_stalled: bool = False
 
+    @property
+    def has_ended(self) -> bool:
+        """True once nothing more is read of it, and all that was is written."""
+        return self.is_done and not self.num_open
+
 
 def _no_frame(state: StreamState) -> str:
     why = f"its {state.num_corrupt:,} packets are broken, or their pictures larger than 8K"
@@ -206,7 +211,7 @@ class Streams:
             self._changed.notify_all()
 
     def _say_end(self, state: StreamState) -> None:
-        if state.is_done and not state.num_open:
+        if state.has_ended:
             self._say("ended", state, None, **({"problem": state.problem} if state.problem else {}))
 
     def _run(self, read: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import platform
 import re
+import resource
 import shutil
 import signal
 import struct
@@ -37,6 +38,7 @@ from PIL import Image
 from components.analyze import component
 from components.analyze import page as page_module
 from components.analyze import streams as streams_module
+from components.analyze.annotation import AnnotatedVideo
 from components.analyze.config import AnalyzeConfig
 from components.analyze.labelling import label
 from components.analyze.processes import _PipeSink
@@ -176,6 +178,45 @@ def test_events_page_and_annotated_video_of_a_folder(run_analysis: Analyze, tmp_
             assert sum(1 for _ in container.decode(video=0)) == len(frames)
         assert name in analysis.manifest.files
         assert f'href="{name}"' in page
+
+
+def test_an_annotated_video_that_was_not_written_in_whole_is_none(tmp_path: Path) -> None:
+    video, before = AnnotatedVideo(tmp_path / "a.mp4"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    for number, pixels in enumerate(digit_frames()):
+        video.write(Image.fromarray(pixels), number / 30, "")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (video_size(tmp_path) + 4096, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            video.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "a.mp4").exists()
+
+
+def video_size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def test_an_annotated_video_is_complete_once_its_stream_has_ended(
+    run_analysis: Analyze, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(8):
+        write_video(tmp_path / f"{number}.mp4", digit_frames(per_digit=4))
+    num_open = [0]
+
+    class CountedVideo(AnnotatedVideo):
+        def __init__(self, path: Path) -> None:
+            super().__init__(path)
+            num_open.append(num_open[-1] + 1)
+
+        def close(self) -> None:
+            super().close()
+            num_open.append(num_open[-1] - 1)
+
+    monkeypatch.setattr("components.analyze.labelling.AnnotatedVideo", CountedVideo)
+    monkeypatch.setattr("components.analyze.labelling.num_readers", lambda _: 1)
+    run_analysis(tmp_path, annotate=True, queue_frames=2, batch_size=2)
+    assert (max(num_open) <= 4, num_open[-1]) == (True, 0)
 
 
 def test_what_is_broken_is_named_and_the_rest_is_labelled(
@@ -682,16 +723,19 @@ def test_planes_of_gpus_become_the_colours_of_ffmpeg(pixel_format: str, space: i
     assert same is other
 
 
-def test_a_full_disk_is_named(bundle: Artifact[BundleManifest], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "options"), [("12k", ()), ("4k", ("--annotate",))])
+def test_a_full_disk_is_named(
+    bundle: Artifact[BundleManifest], tmp_path: Path, size: str, options: tuple[str, ...]
+) -> None:
     video = write_video(tmp_path / "a.mp4", digit_frames(per_digit=20))
-    script = 'mount -t tmpfs -o size=12k none /mnt && exec "$@"'
+    script = f'mount -t tmpfs -o size={size} none /mnt && exec "$@"'
     prefix = ("unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh")
     if shutil.which("unshare") is None or subprocess.run([*prefix, "true"], capture_output=True).returncode != 0:
         pytest.skip("this machine allows no mount namespaces")
     command = [sys.executable, "-m", "enginery.cli.main", "video", str(video), "--model", str(bundle.path)]
     environment = {**os.environ, "ENGINERY_HOME": str(tmp_path / "home")}
     done = subprocess.run(
-        [*prefix, *command, "--out", "/mnt/out"], env=environment, cwd=ROOT, capture_output=True, text=True
+        [*prefix, *command, *options, "--out", "/mnt/out"], env=environment, cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 1
     assert "no space left on /mnt" in done.stderr
