@@ -91,12 +91,13 @@ class Streams:
         self._num_left = len(self.states)  # streams that have not ended
         self._waiting: deque[StreamState] = deque()  # streams with frames, the next in turn first
         self._lives = [state for state in self.states if state.source.is_live]
-        num_readers = min(len(self._files), num_threads)
-        readers = [partial(self._read_live, state) for state in self._lives] + num_readers * [self._read_files]
+        self._num_readers = min(len(self._files), num_threads)  # of files
+        readers = [partial(self._read_live, state) for state in self._lives] + self._num_readers * [self._read_files]
         self._threads = [threading.Thread(target=self._run, args=(read,), daemon=True) for read in readers]
         self._failure: Exception | None = None  # of a thread
         self._num_reading, self._num_full = len(self._threads), 0  # threads, and those that wait for room in a queue
         self._num_waiting, self._wanted = 0, 1  # frames, and those that a batch takes
+        self._num_kept = 0  # frames that wait and can't be dropped
 
     def __enter__(self) -> "Streams":
         for thread in self._threads:
@@ -148,6 +149,7 @@ class Streams:
                 if state.queue:
                     self._waiting.append(state)
             self._num_waiting -= len(taken)
+            self._num_kept -= sum(not state.drops for state, _ in taken)
             self._taken.notify_all()
         return taken
 
@@ -182,10 +184,14 @@ class Streams:
             fits = _MORE_BYTES // (math.prod(frame.pixels.shape) * len(self._threads))
             room = max(room, min(_MORE * room, fits))
         with self._changed:
-            if not state.drops and len(state.queue) >= room:
+            # Frames of files that were read before count, too: of short ones dozens could wait.
+            def has_room() -> bool:
+                return len(state.queue) < room and self._num_kept < room * max(1, self._num_readers)
+
+            if not state.drops and not has_room():
                 self._num_full += 1
                 self._changed.notify_all()
-                self._taken.wait_for(lambda: self._stop.is_set() or len(state.queue) < room)
+                self._taken.wait_for(lambda: self._stop.is_set() or has_room())
                 self._num_full -= 1
             if self._stop.is_set():
                 return
@@ -199,6 +205,7 @@ class Streams:
             state.queue.append(frame)
             state.num_open += 1
             self._num_waiting += 1
+            self._num_kept += not state.drops
             if self._num_waiting == 1 or self._num_waiting >= self._wanted:
                 self._changed.notify_all()
 

@@ -662,6 +662,23 @@ def test_more_frames_of_files_wait_where_they_are_small(
         assert [frame.number for _, frame in streams.take(room)] == [*range(room)]
 
 
+def test_frames_of_many_short_files_wait_no_more_than_those_of_long_ones(tmp_path: Path) -> None:
+    for number in range(12):
+        write_video(tmp_path / f"{number:02}.mp4", digit_frames(per_digit=1))
+    config = AnalyzeConfig(sources=(str(tmp_path),), queue_frames=2)  # so that 8 of a file may wait
+    with Streams(find_videos(config.sources), config, 1, lambda *_, **__: None) as streams:
+        ends = time.monotonic() + 20
+        while sum(state.num_decoded for state in streams.states) < 9 and time.monotonic() < ends:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        assert [state.num_decoded for state in streams.states] == [4, 4, 1, *9 * [0]]  # the last waits for room
+        taken = 0
+        while frames := streams.take(4):
+            streams.wrote(frames)
+            taken += len(frames)
+        assert taken == 12 * 4
+
+
 def test_the_kfp_component_keeps_a_record_in_mlflow(
     bundle: Artifact[BundleManifest], tmp_path: Path, store: str
 ) -> None:
