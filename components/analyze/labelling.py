@@ -38,6 +38,7 @@ from components.common.tasks.answers import Answer
 MOST_FRAMES = {"cpu": 32, "gpu": 64}  # of a batch, unless it is set
 _AHEAD = 2  # batches that are transformed and labelled while one is written
 _FLUSH_S = 1.0
+NO_FRAME = "no frame came before the end"  # that Ctrl-C or max_seconds made: no fault of the stream
 Kind = Literal["frames", "events"]
 _Batch = list[tuple[StreamState, VideoFrame]]
 _Answered = tuple[np.ndarray, list[Future[list[Answer]]]]  # outputs of a batch, [B, ...] float32, and what they say
@@ -354,7 +355,7 @@ class _Writer:
             shares_pct={name: round(100 * count / total, 3) for name, count in result.counts.most_common(10)},
             latency_p50_ms=result.latencies.percentile_ms(50),
             latency_p99_ms=result.latencies.percentile_ms(99),
-            problem=state.problem or ("" if result.num_labelled else "no frame came"),
+            problem=state.problem or ("" if result.num_labelled else NO_FRAME),
         )
 
 

@@ -104,11 +104,15 @@ class Streams:
             thread.start()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: object, *_: Any) -> None:
         self.stop()
         ends = time.monotonic() + _JOIN_S
         for thread in self._threads:  # one that waits for a source that is silent is left to end by itself
             thread.join(timeout=max(0.0, ends - time.monotonic()))
+        if kind is None:
+            for state in self.states:
+                if state not in self._files:
+                    self._end(state)
 
     def stop(self) -> None:
         """Read no more."""
@@ -210,9 +214,10 @@ class Streams:
                 self._changed.notify_all()
 
     def _end(self, state: StreamState, problem: str = "") -> None:
-        state.problem = problem
         with self._changed:
-            state.is_done = True
+            if state.is_done:
+                return
+            state.problem, state.is_done = problem, True
             self._num_left -= 1
             self._say_end(state)
             self._changed.notify_all()

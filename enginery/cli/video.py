@@ -77,6 +77,7 @@ def video(
         "max_seconds": max_seconds,
     }
     config = resolve(AnalyzeConfig, "video", values)
+    from components.analyze.labelling import NO_FRAME
     from components.analyze.run import analyze, outcome
     from components.common.process.disk import out_of_space
     from components.common.process.steplog import StepLog
@@ -105,6 +106,6 @@ def video(
         console.print(f"and {len(streams) - _MOST_ROWS:,} more streams; summary.json has all")
     console.print(escape(outcome(analysis)))
     console.print(f"page: {escape(str(out / 'index.html'))}")
-    if unread := [stream.name for stream in streams if not stream.num_labelled]:
+    if unread := [stream.name for stream in streams if not stream.num_labelled and stream.problem != NO_FRAME]:
         more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
         raise UserError(f"no frame of {unread[0]}{more} could be read; the page says why", code="unread-videos")

@@ -40,7 +40,7 @@ from components.analyze import page as page_module
 from components.analyze import streams as streams_module
 from components.analyze.annotation import AnnotatedVideo
 from components.analyze.config import AnalyzeConfig
-from components.analyze.labelling import label
+from components.analyze.labelling import NO_FRAME, label
 from components.analyze.processes import _PipeSink
 from components.analyze.results import HeldClasses, Latencies, StreamResult, Thumbnails, Timeline
 from components.analyze.streams import Streams
@@ -336,8 +336,10 @@ def test_a_pipe_that_is_silent_is_left_in_time(run_analysis: Analyze, tmp_path: 
     assert time.monotonic() - began < 15
     assert [(stream.num_labelled, stream.problem) for stream in analysis.manifest.streams] == [
         (4, ""),
-        (0, "no frame came"),
+        (0, NO_FRAME),
     ]
+    ended = [line["stream"] for line in lines(analysis, "events.jsonl") if line["event"] == "ended"]
+    assert ended == ["a.mp4", "pipe"]
 
 
 def test_a_video_may_change_its_size(run_analysis: Analyze, tmp_path: Path) -> None:
@@ -704,6 +706,23 @@ def test_the_command_ends_with_2_where_a_video_could_not_be_read(
     assert (tmp_path / "out" / "index.html").is_file()
     with refuses("no-frames"):
         CliRunner().invoke(video_command, [*arguments[1:4], "--out", str(tmp_path / "none")], catch_exceptions=False)
+
+
+def test_files_that_were_not_reached_in_time_are_no_fault(
+    bundle: Artifact[BundleManifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("components.analyze.labelling.num_readers", lambda _: 1)
+    files = [str(write_video(tmp_path / f"{name}.mp4", digit_frames(per_digit=1))) for name in "ab"]
+    os.mkfifo(tmp_path / "pipe")
+    held_open = os.open(tmp_path / "pipe", os.O_RDWR)
+    threading.Timer(10.0, os.close, [held_open]).start()
+    sources = [files[0], str(tmp_path / "pipe"), files[1]]
+    arguments = [*sources, "--model", str(bundle.path), "--out", str(tmp_path / "out"), "--max-seconds", "1"]
+    done = CliRunner().invoke(video_command, arguments, catch_exceptions=False)
+    assert done.exit_code == 0
+    streams = load(tmp_path / "out", AnalysisManifest).manifest.streams
+    assert [(stream.num_labelled, stream.problem) for stream in streams] == [(4, ""), (0, NO_FRAME), (0, NO_FRAME)]
 
 
 def test_nothing_is_waited_for_once_every_queue_is_full(run_analysis: Analyze, tmp_path: Path) -> None:
