@@ -52,10 +52,10 @@ class StreamState:
 
 
 def _no_frame(state: StreamState) -> str:
-    why = f"its {state.num_corrupt:,} packets are broken, or their pictures larger than 8K"
-    if not state.num_corrupt:
-        why = "it is empty, or an MP4 in a pipe with its index last (ffmpeg -movflags +faststart puts it first)"
-    return f"no frame of {state.source.name} can be decoded: {why}"
+    return (
+        f"no frame of {state.source.name} can be decoded: it is empty or broken, its pictures are larger than 8K, or "
+        "it is an MP4 in a pipe with its index last (ffmpeg -movflags +faststart puts it first)"
+    )
 
 
 class Streams:

@@ -184,7 +184,7 @@ class OpenVideo:
             EngineryError: a live source does not answer.
         """
         self.source, self._on_gpu = source, on_gpu
-        self.num_corrupt = 0  # packets that the decoder refused
+        self.num_corrupt = 0  # packets that the decoder refused, or could not decode in whole
         self._container = _open(source, decoder, read_timeout_s, on_gpu)
         streams = [
             stream
@@ -215,7 +215,7 @@ class OpenVideo:
         return bool(self._stream.codec_context.is_hwaccel)
 
     def decoded(self) -> "Iterator[av.VideoFrame]":
-        """Decode until the end. Packets that are broken are counted and left out.
+        """Decode until the end. Packets that are broken are counted; a frame is left out if nothing of it is whole.
 
         Raises:
             EngineryError: a live source broke off.
@@ -236,8 +236,7 @@ class OpenVideo:
             except av.error.FFmpegError:
                 self.num_corrupt += 1
                 continue
-            if packet.is_corrupt:
-                self.num_corrupt += 1
+            self.num_corrupt += packet.is_corrupt or any(frame.is_corrupt for frame in decoded)
             for frame in decoded:
                 if frame.width * frame.height > _MAX_PIXELS:
                     self.num_corrupt += 1

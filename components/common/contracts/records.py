@@ -818,7 +818,7 @@ class StreamRecord(Record):
     num_decoded: int = Field(0, description="Frames.")
     num_labelled: int = 0
     num_dropped: int = Field(0, description="Frames of a live stream that came faster than they could be labelled.")
-    num_corrupt: int = Field(0, description="Packets and frames that the decoder refused.")
+    num_corrupt: int = Field(0, description="Packets that could not be decoded, or not in whole.")
     num_lost: int = Field(0, description="Times that a live source broke off.")
     num_events: int = 0
     shares_pct: dict[str, float] = Field(

@@ -239,6 +239,7 @@ def test_what_is_broken_is_named_and_the_rest_is_labelled(
     seen = {stream.name: stream for stream in analysis.manifest.streams}
     assert seen["good.mp4"].num_labelled == len(SHOWN) * PER_DIGIT
     assert seen["damaged.264"].num_labelled > 0
+    assert (seen["good.mp4"].num_corrupt, seen["damaged.264"].num_corrupt > 0) == (0, True)
     for name in names[2:]:
         assert (seen[name].num_labelled, seen[name].codec) == (0, "")
         assert "is no video that can be read" in seen[name].problem
