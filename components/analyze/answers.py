@@ -19,6 +19,7 @@ class FrameAnswers:
     def __init__(self, bundle: BundleManifest, config: AnalyzeConfig) -> None:
         self.classes = bundle.classes
         self.shows_one = TASKS[bundle.task].classifies  # class in a frame
+        self._top_k = config.top_k
         self._task = _of_classes(config.top_k) if self.shows_one else answers_of(bundle.task)
         self._least = max(config.min_probability, self._task.least)
         self._transform = bundle.image_transform
@@ -33,6 +34,12 @@ class FrameAnswers:
         if not np.isfinite(output).all():
             return {name: [] for name in self._task.columns}
         return self._task.answer(output, self.classes, View.of(size, self._transform))
+
+    def answers(self, outputs: np.ndarray, sizes: Sequence[tuple[int, int]]) -> list[Answer]:
+        """The answers of several frames; see `answer`."""
+        if self.shows_one and np.isfinite(outputs).all():  # together, since each frame's time counts
+            return _likeliest(outputs, self.classes, self._top_k)
+        return [self.answer(*each) for each in zip(outputs, sizes, strict=True)]
 
     def line(self, answer: Answer) -> Answer:
         """Return what stands in a frame's line: an answer without its mask."""
@@ -61,20 +68,20 @@ class FrameAnswers:
 
 def _of_classes(top_k: int) -> Answers:
     """A classifier's answers: its likeliest classes, which no picture shows."""
-
-    def answer(output: np.ndarray, classes: Sequence[str], _: View) -> Answer:
-        """output: [classes] float."""
-        labels, shares = most_likely(output, top_k)
-        return {
-            "labels": [classes[index] for index in labels],
-            "probabilities": [round(float(share), 6) for share in shares],
-        }
-
     return Answers(
         columns={"labels": "texts", "probabilities": "numbers"},
         scored=("labels", "probabilities"),
-        answer=answer,
+        answer=lambda output, classes, _: _likeliest(output[None], classes, top_k)[0],
         drawn=lambda image, _: image,
         summary=lambda answer: f"{answer['labels'][0]} {100 * answer['probabilities'][0]:.1f} %",
         colour_of=lambda index: index % 254 + 1,
     )
+
+
+def _likeliest(outputs: np.ndarray, classes: Sequence[str], top_k: int) -> list[Answer]:
+    """outputs: [B, classes] float."""
+    labels, shares = most_likely(outputs, top_k)
+    return [
+        {"labels": [classes[index] for index in row], "probabilities": [round(share, 6) for share in likely]}
+        for row, likely in zip(labels.tolist(), shares.tolist(), strict=True)
+    ]

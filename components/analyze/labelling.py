@@ -40,6 +40,7 @@ _AHEAD = 2  # batches that are transformed and labelled while one is written
 _FLUSH_S = 1.0
 NO_FRAME = "no frame came before the end"  # that Ctrl-C or max_seconds made: no fault of the stream
 Kind = Literal["frames", "events"]
+_as_json = json.JSONEncoder(ensure_ascii=False).encode
 _Batch = list[tuple[StreamState, VideoFrame]]
 _Answered = tuple[np.ndarray, list[Future[list[Answer]]]]  # outputs of a batch, [B, ...] float32, and what they say
 
@@ -195,8 +196,7 @@ def _label_all(
             return transform.transform(rgb_images([frame.pixels for _, frame in batch]))
 
         def answers(batch: _Batch, outputs: np.ndarray) -> list[Answer]:
-            sizes = [frame.pixels.shape[1::-1] for _, frame in batch]
-            return [writer.answers.answer(*each) for each in zip(outputs, sizes, strict=True)]
+            return writer.answers.answers(outputs, [frame.pixels.shape[1::-1] for _, frame in batch])
 
         def infer(batch: _Batch, images: Future[Any]) -> _Answered:
             outputs, step = runner.infer(images.result()), -(-len(batch) // num_workers)
@@ -304,8 +304,8 @@ class _Writer:
         if state.drops:
             line["latency_ms"] = round(latency_ms, 1)
             result.latencies.add(latency_ms)
-        self._sink.write("frames", json.dumps(line, ensure_ascii=False) + "\n")
-        shown, caption = answers.shown(answer), answers.caption(answer)
+        self._sink.write("frames", _as_json(line) + "\n")
+        shown = answers.shown(answer)
         event = result.held.update(shown, frame.number, frame.time_s)
         if event is not None:
             kind = "changed" if "before" in event else "held"
@@ -315,16 +315,16 @@ class _Writer:
             def draw(small: Image.Image) -> Image.Image:
                 return answers.drawn(small, answers.answer(output, small.size))
 
-            result.thumbnails.offer(frame.array, frame.time_s, shown, caption, draw)
+            result.thumbnails.offer(frame.array, frame.time_s, shown, answers.caption(answer), draw)
         result.count(shown, frame.time_s)
         if self.config.annotate:
             picture = answers.drawn(Image.fromarray(frame.array()), answer)
-            self._video(state.index).write(picture, frame.time_s, caption if answers.shows_one else "")
+            self._video(state.index).write(picture, frame.time_s, answers.caption(answer) if answers.shows_one else "")
 
     def _event(self, state: StreamState, event: dict[str, Any]) -> None:
         with self._lock:
             self.results[state.index].keep_event(event)
-        self._sink.write("events", json.dumps({"stream": state.source.name, **event}, ensure_ascii=False) + "\n")
+        self._sink.write("events", _as_json({"stream": state.source.name, **event}) + "\n")
 
     def _video(self, index: int) -> AnnotatedVideo:
         if index not in self._videos:

@@ -81,7 +81,8 @@ class Timeline:
             self.bin_s *= 2
             index = int(time_s / self.bin_s)
         self._bins += [Counter() for _ in range(index + 1 - len(self._bins))]
-        self._bins[index].update([_ALL, *(shown or [NONE])])
+        for name in (_ALL, *(shown or [NONE])):
+            self._bins[index][name] += 1
 
     def segments(self) -> Iterator[tuple[str, float, float]]:
         """Class, begin and end in seconds of each stretch of parts that show it, in the order of their ends.
@@ -186,7 +187,8 @@ class StreamResult:
 
     def count(self, shown: Collection[str], time_s: float) -> None:
         """Count a frame that the model saw, by the classes that it shows."""
-        self.counts.update(shown or [NONE])
+        for name in shown or [NONE]:
+            self.counts[name] += 1
         self.timeline.add(shown, time_s)
         self.num_labelled += 1
         self.last_s = time_s

@@ -321,30 +321,29 @@ def confidences_and_entropies(logits: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
-    """Softmax of one image's logits, by the rule of `confidences_and_entropies`. [classes] float -> the same."""
+    """Softmax of images' logits, by the rule of `confidences_and_entropies`. [..., classes] float -> the same."""
     values = logits.astype(np.float64)
-    if _are_probabilities(values):
-        return values
     with np.errstate(invalid="ignore"):
-        odds = np.exp(values - values.max())
-    shares: np.ndarray = odds / odds.sum()
-    return shares
+        odds = np.exp(values - values.max(axis=-1, keepdims=True))
+    shares = odds / odds.sum(axis=-1, keepdims=True)
+    return np.where(_are_probabilities(values)[..., None], values, shares)
 
 
 def most_likely(logits: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The likeliest classes of one image and their probabilities, the likeliest first, ties in the order of classes.
+    """The likeliest classes of images and their probabilities, the likeliest first, ties in the order of classes.
 
     Args:
-        logits: [classes] float, without NaN.
+        logits: [..., classes] float, without NaN.
         top_k: 1 or more.
 
     Returns:
-        Indices, [k] int64, and probabilities, [k] float64; k is at most the number of classes.
+        Indices, [..., k] int64, and probabilities, [..., k] float64; k is at most the number of classes.
     """
-    best = np.argsort(-logits, kind="stable")[:top_k]
-    return best, probabilities(logits)[best]
+    best = np.argsort(-logits, axis=-1, kind="stable")[..., :top_k]
+    return best, np.take_along_axis(probabilities(logits), best, axis=-1)
 
 
-def _are_probabilities(logits: np.ndarray) -> bool:
-    """True if one image's output ([classes] float) is that of a softmax already."""
-    return bool(logits.min() >= 0 and abs(logits.sum(dtype=np.float64) - 1) < _SUM_TOLERANCE)
+def _are_probabilities(logits: np.ndarray) -> np.ndarray:
+    """True for images whose output is that of a softmax already. [..., classes] float -> [...] bool."""
+    is_near: np.ndarray = abs(logits.sum(axis=-1, dtype=np.float64) - 1) < _SUM_TOLERANCE
+    return (logits.min(axis=-1) >= 0) & is_near

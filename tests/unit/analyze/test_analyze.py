@@ -39,6 +39,7 @@ from components.analyze import component
 from components.analyze import page as page_module
 from components.analyze import streams as streams_module
 from components.analyze.annotation import AnnotatedVideo
+from components.analyze.answers import FrameAnswers
 from components.analyze.config import AnalyzeConfig
 from components.analyze.labelling import NO_FRAME, label
 from components.analyze.processes import _PipeSink
@@ -61,6 +62,18 @@ from tests.unit.shapes import Chain
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_frames_are_answered_together_as_one_by_one(bundle: Artifact[BundleManifest]) -> None:
+    answers = FrameAnswers(bundle.manifest, AnalyzeConfig(sources=("a.mp4",), top_k=2))
+    outputs = np.random.default_rng(0).normal(size=(4, len(bundle.manifest.classes))).astype(np.float32)
+    outputs[1] = np.exp(outputs[1]) / np.exp(outputs[1]).sum()  # of a softmax already
+    together = answers.answers(outputs, 4 * [(96, 128)])
+    assert together == [answers.answer(output, (96, 128)) for output in outputs]
+    assert together[1]["probabilities"] == pytest.approx(sorted(outputs[1].tolist())[:-3:-1], abs=1e-6)
+    outputs[2, 1] = np.nan
+    nothing = {"labels": [], "probabilities": []}
+    assert answers.answers(outputs, 4 * [(96, 128)]) == [*together[:2], nothing, together[3]]
 
 
 @pytest.mark.parametrize(
