@@ -32,6 +32,7 @@ from components.common.contracts.manifests import (
     write_atomically,
 )
 from components.common.contracts.settings import fingerprinted
+from components.common.contracts.verdict import SPEED_SETTINGS
 from components.common.registry.keys import KEY_VARIABLE
 from components.common.runtimes import RUNTIMES
 from components.preprocess.sources import is_uri, kind_of, local_path
@@ -150,6 +151,8 @@ class StepCache:
                 return None
             if isinstance(loaded.manifest, BundleManifest) and _may_get_engines(loaded.manifest):
                 return None
+            if isinstance(loaded.manifest, ReportManifest) and self._lacks_speed(loaded.manifest):
+                return None
             load(path, manifest, verify=(".safetensors", ".onnx", ".plan"))
         except (EngineryError, OSError):
             return None
@@ -163,6 +166,12 @@ class StepCache:
             digest=loaded.digest,
             entry=note.with_suffix(".json"),
         )
+
+    def _lacks_speed(self, report: ReportManifest) -> bool:
+        """True if a speed is asked for, and the machine was too busy to measure it: it may be idle now."""
+        thresholds = self._config("gate") if "gate" in self.file.steps else {}
+        asked = [report.config.get("latency_budget"), *map(thresholds.get, SPEED_SETTINGS)]
+        return any(asked) and any(row.busy for row in report.benchmark.rows)
 
     def confirm(self, step: str, digest: str, root: Path) -> None:
         """Note that a step has finished, for later runs, if what its key stands for is still the same.

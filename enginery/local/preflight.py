@@ -15,6 +15,7 @@ from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import MANIFEST, claims_of
 from components.common.contracts.settings import resolve
 from components.common.contracts.statistics import SIGNIFICANCE, chance_of
+from components.common.contracts.verdict import SPEED_SETTINGS
 from components.common.runtimes import RUNTIMES
 from components.common.tasks import TASKS, task_of
 from components.export.config import ExportConfig
@@ -207,7 +208,7 @@ def check_measurements(arguments: Mapping[str, Any], *, in_containers: bool = Fa
             raise _refusal(
                 setting, f"it needs FP16, but {why}. Use a machine with TensorRT and a GPU, or set it to {off}"
             )
-    for name in ("min_speedup", "min_speedup_fp16", "max_p99_ms"):
+    for name in SPEED_SETTINGS:
         if getattr(thresholds, name) and not runtime.measures_speed:
             text = f"the speed of {runtime.label} is not measured. Set validate.runtime to auto, or this to 0"
             raise _refusal(f"gate.{name}", text)

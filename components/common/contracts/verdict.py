@@ -386,6 +386,7 @@ _TABLE = (
     CheckSpec(name="size_mb", unit="MB", setting="max_size_mb", measure=_size, kind="size", is_limit=True),
 )
 CHECKS = {check.name: check for check in _TABLE}  # in the order in which they are shown
+SPEED_SETTINGS = tuple(check.setting for check in _TABLE if check.kind in ("speedup", "latency"))
 
 
 def judge(thresholds: Thresholds, accuracy: AccuracyReport, benchmark: BenchmarkReport) -> Verdict:
