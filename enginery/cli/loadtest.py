@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import prepare_directory, write_atomically
-from enginery.cli.options import PATH, comma_list, finite, server_model, server_url, timeout
+from enginery.cli.options import PATH, comma_list, duration, finite, server_model, server_url, timeout
 from enginery.formats import new_console, new_table, number
 
 if TYPE_CHECKING:
@@ -72,11 +72,10 @@ _cores = comma_list(
 )
 @click.option(
     "--latency-budget",
-    "latency_budget_ms",
-    type=click.FloatRange(0.001),
-    callback=finite,
-    metavar="MS",
-    help="For the knee: what p99 may be.  [default: 10 times the median of a single client]",
+    "latency_budget_s",
+    callback=duration("ms"),
+    metavar="TIME",
+    help="For the knee: what p99 may be, such as 7ms.  [default: 10 times the median of a single client]",
 )
 @click.option(
     "--compare-batching",
@@ -104,7 +103,8 @@ def loadtest(url: str, model: str | None, data: Path | None, timeout: float, out
     from enginery.serving.loadtest.measuring import LoadPlan, run_load_test
     from enginery.serving.loadtest.page import page
 
-    plan = LoadPlan(timeout_s=timeout, **options)
+    budget_s = options.pop("latency_budget_s")
+    plan = LoadPlan(timeout_s=timeout, latency_budget_ms=budget_s and 1e3 * budget_s, **options)
     key = loading_key(parse_address(url).target.rpartition(":")[0]) if plan.compare_batching else ""
 
     def client() -> AsyncClient:

@@ -177,7 +177,7 @@ def test_a_load_test_says_why_there_was_no_answer(url: str, tmp_path: Path) -> N
     with pytest.raises(Exception, match=r"single client's \d+ requests was answered: .*image 0 is not an image"):
         loadtest(url, tmp_path / "first", *options)
     output = enginery(
-        "loadtest", "--url", url, "--output", tmp_path / "second", *options, "--latency-budget", 100
+        "loadtest", "--url", url, "--output", tmp_path / "second", *options, "--latency-budget", "100ms"
     ).output
     assert re.search(r"no answer, \d+ times: .*image 0 is not an image", output)
     result = LoadTest.model_validate_json((tmp_path / "second/loadtest.json").read_text())

@@ -254,6 +254,7 @@ def test_words_fit_the_results(result: LoadTest) -> None:
         (["--rates", "5,-1"], "invalid-numbers"),
         (["--rates", "nan"], "invalid-numbers"),
         (["--cores", "100000"], "invalid-numbers"),
+        (["--latency-budget", "7 hours"], "invalid-numbers"),
         (["--tensors", "--data", "."], "conflicting-options"),
     ],
 )
