@@ -22,7 +22,7 @@ def approve(model: str, environment: str, key: Path, days: int) -> None:
     """
     # MLflow takes seconds to import: mistakes are said before.
     from components.common.registry.keys import signing_key
-    from components.common.registry.trust import approval_file, sign_approval
+    from components.common.registry.trust import approval_file, sign_approval, why_approval_does_not_count
 
     if not environment or not environment.replace("-", "_").isidentifier():
         raise click.BadParameter(f"an environment is letters, digits, - and _, such as production; got {environment!r}")
@@ -36,4 +36,6 @@ def approve(model: str, environment: str, key: Path, days: int) -> None:
             digests = {part: chain.digests[part] for part in ("bundle", "report", "verdict")}
         statement = sign_approval(digests, version.name, version.number, environment, days, signer)
         registry.add_statement(version, approval_file(environment), statement)
+    if why := why_approval_does_not_count(statement, environment, digests):
+        click.echo(f"this machine's trust policy does not take it: {why}", err=True)
     click.echo(f"{version.label} is approved for {environment}, {days} days (bundle {digests['bundle']})")

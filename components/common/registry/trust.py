@@ -232,6 +232,17 @@ def check_chain(
     _check_newest(policy, what, f"{environment}/{predicate.get('model')}", str(predicate.get("approved")))
 
 
+def why_approval_does_not_count(statement: bytes, environment: str, digests: Mapping[str, str]) -> str:
+    """Return why this machine's policy refuses an approval; empty where it does not, or there is no policy."""
+    policy, file = find_policy(), approval_file(environment)
+    try:
+        if policy is not None:
+            _checked(policy, "the approval", {file: statement}, file, "approval", environment, digests)
+    except EngineryError as error:
+        return str(error)
+    return ""
+
+
 def check_shadow(
     what: str, digests: Mapping[str, str], statements: Mapping[str, bytes], *, say: Callable[[str], None] = to_stderr
 ) -> None:

@@ -322,6 +322,12 @@ def test_an_approval_ends_within_the_years_that_a_date_has(trusted: Machine) -> 
     assert (done.exit_code, "--days" in done.output) == (2, True)
 
 
+@pytest.mark.parametrize(("name", "why"), [("board", ""), ("ci", "the key ci may not approve for prod")])
+def test_who_approves_is_told_if_the_policy_does_not_take_it(trusted: Machine, name: str, why: str) -> None:
+    done = enginery("approve", "m/1", "--env", "prod", "--key", trusted.key(name))
+    assert ("does not take it" in done.output, why in done.output) == (bool(why), True)
+
+
 def test_deploy_asks_for_the_approval_of_its_environment(trusted: Machine, checkout: Path, tmp_path: Path) -> None:
     repository = served("m/1", tmp_path / "repository", "--key", trusted.key("ci"))
     trusted.approve("m/1", "staging")
