@@ -115,7 +115,7 @@ class _CocoObjects:
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """Take an annotation."""
-        box, image, kind = entry.get("bbox"), entry.get("image_id"), entry.get("category_id")
+        box, image, kind = entry.get("bbox"), _whole(entry.get("image_id")), _whole(entry.get("category_id"))
         self._boxes.extend(box if _is_box(box) else _NO_BOX)
         image = image if isinstance(image, int | str) else None
         kind = kind if isinstance(kind, int | str) else str(kind)
@@ -227,17 +227,19 @@ def _coco_file(tree: Tree, path: str, with_outlines: bool) -> _CocoFile | None:
         for kind, entry in _entries(file, where, kinds):
             if not isinstance(entry, dict):
                 raise _no_coco(where, f"{kind} holds {quoted(entry)}")
+            if "id" in entry:
+                entry["id"] = _whole(entry["id"])
             if not isinstance(entry.get("id", 0), int | str):
                 raise _no_coco(where, f"{kind} holds an id that is neither integer nor text: {quoted(entry['id'])}")
             if kind == "images":
                 if not isinstance(entry.get("file_name"), str) or "id" not in entry:
                     raise _no_coco(where, f"an image has no id or file_name: {quoted(entry)}")
-                size = entry.get("width"), entry.get("height")
+                size = _whole(entry.get("width")), _whole(entry.get("height"))
                 known = size if all(isinstance(side, int) and side > 0 for side in size) else None
                 named = content.images.get(entry["id"])
                 if named is not None and named != (entry["file_name"], known):  # the same image twice is one
                     content.twice |= dict.fromkeys((named[0], entry["file_name"]), entry["id"])
-                content.images[entry["id"]] = entry["file_name"], known  # type: ignore[assignment]
+                content.images[entry["id"]] = entry["file_name"], known
             elif kind == "categories":
                 if "id" not in entry or entry.get("name") in (None, ""):
                     raise _no_coco(where, f"a category has no id or name: {quoted(entry)}")
@@ -267,6 +269,11 @@ def _entries(file: BinaryIO, where: str, kinds: set[str]) -> Iterator[tuple[str,
 
 def _no_coco(where: str, reason: str) -> UserError:
     return UserError(f"{where} is not as COCO asks: {reason}; export it again", code="damaged-annotations")
+
+
+def _whole(value: Any) -> Any:
+    """A number as an integer where it is one: tables with gaps write 1 as 1.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _is_box(value: Any) -> TypeGuard[list[float]]:

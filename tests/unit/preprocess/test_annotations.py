@@ -393,6 +393,24 @@ def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path) -> None:
     assert rejected(found.path)["labels/train/gone.txt"] == "labels of an image that is not there"
 
 
+def test_whole_numbers_that_a_table_wrote_as_floats_are_ids_and_sides(tmp_path: Path) -> None:
+    write_coco(tmp_path / "data")
+    integers = {"id", "image_id", "category_id", "width", "height"}
+
+    def as_floats(entry: dict[str, Any]) -> dict[str, Any]:
+        return {key: float(own) if key in integers else own for key, own in entry.items()}
+
+    for split in ("train", "val"):
+        file = tmp_path / "data" / split / "annotations.json"
+        content = json.loads(file.read_text(), object_hook=as_floats)
+        content["images"][0]["width"] += split == "train"
+        file.write_text(json.dumps(content), encoding="utf-8")
+    dataset = packed(tmp_path / "data", tmp_path / "x", max_bad_fraction=0.9)
+    assert objects(dataset) == {name: [list(box) for box in boxes] for name, boxes in OBJECTS.items() if name != "a"}
+    assert [reason.partition(":")[0] for reason in rejected(dataset.path).values()] == ["annotated at another size"]
+    assert dataset.manifest.classes == CLASSES
+
+
 def test_ids_of_any_kind_and_twice_in_several_images(tmp_path: Path) -> None:
     write_coco(tmp_path / "data")
     content = coco("abc")
