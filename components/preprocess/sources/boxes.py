@@ -106,7 +106,10 @@ def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | Non
         else:
             images[file.path] = (file, split, annotated)
             kinds |= {kind for *_, kind, _ in annotated.objects}
-    refused |= unnamed(files, images, refused, "no XML file names it") if not listed["train"] else {}
+    if not listed["train"]:
+        damaged = {PurePosixPath(path).stem for path in texts if path in refused}
+        others = unnamed(files, images, refused, "no XML file names it")
+        refused |= {path: why for path, why in others.items() if PurePosixPath(path).stem not in damaged}
     for split, lists in listed.items() if is_listed else ():
         for folder, names in lists.items():
             missing = names - {PurePosixPath(path).stem for path in texts if path.startswith(folder)}

@@ -393,6 +393,18 @@ def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path) -> None:
     assert rejected(found.path)["labels/train/gone.txt"] == "labels of an image that is not there"
 
 
+def test_an_image_of_damaged_xml_is_one_file_that_is_left_out(tmp_path: Path) -> None:
+    write_voc(tmp_path / "data")
+    shutil.rmtree(tmp_path / "data" / "ImageSets")
+    (tmp_path / "data" / "Annotations" / "a.xml").write_text("<annotation><filename>a.png</file", encoding="utf-8")
+    (tmp_path / "data" / "Annotations" / "b.xml").unlink()
+    why = rejected(packed(tmp_path / "data", tmp_path / "x", max_bad_fraction=0.9).path)
+    assert {path: reason.partition(":")[0] for path, reason in why.items()} == {
+        "Annotations/a.xml": "no annotations of Pascal VOC",
+        "JPEGImages/b.png": "no XML file names it",
+    }
+
+
 def test_whole_numbers_that_a_table_wrote_as_floats_are_ids_and_sides(tmp_path: Path) -> None:
     write_coco(tmp_path / "data")
     integers = {"id", "image_id", "category_id", "width", "height"}
