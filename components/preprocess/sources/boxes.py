@@ -92,7 +92,7 @@ def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | Non
             continue
         try:
             annotated, name = _voc_image(text.value)
-            parsed[path] = annotated, split, name or f"{stem}.jpg"
+            parsed[path] = _without_copies(annotated), split, name or f"{stem}.jpg"
         except (ValueError, ElementTree.ParseError) as error:
             refused[path] = f"no annotations of Pascal VOC: {str(error)[:_MAX_REASON]}"
     own_files = index.assigned(((path, name) for path, (_, _, name) in parsed.items()), by_stem=True)
@@ -183,7 +183,7 @@ def _yolo(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | No
         for number, line in enumerate(read[label_path].value.splitlines() if label_path else (), 1):
             if line.strip():
                 _add_yolo_object(annotated, f"line {number}", line)
-        images[path] = (files[path], split_of(folder_of(path)) or "", annotated)
+        images[path] = (files[path], split_of(folder_of(path)) or "", _without_copies(annotated))
         most = max([most, *(kind for *_, kind, _ in annotated.objects)])
     used = set(labelled.values())
     folders = {folder_of(path) for path in used if path}
@@ -255,6 +255,19 @@ def _yolo_names(tree: Tree, files: Mapping[str, File]) -> tuple[str, ...] | None
 
 
 # --- both
+
+
+def _without_copies(annotated: Annotated) -> Annotated:
+    """Objects without ids are listed twice where all that is said of them is equal."""
+    seen: set[tuple[Any, ...]] = set()
+    own, annotated.objects = annotated.objects, []
+    for name, *content in own:
+        if (key := tuple(content)) in seen:
+            annotated.refused.append((name, "listed twice", False))
+        else:
+            seen.add(key)
+            annotated.objects.append((name, *content))
+    return annotated
 
 
 @dataclass(frozen=True)

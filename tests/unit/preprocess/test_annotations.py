@@ -379,7 +379,7 @@ def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path) -> None:
 
     write_yolo(tmp_path / "yolo")
     lines = "0 0.5 0.5 0.25 0.5\n7 0.5 0.5 0.1 0.1\n1 0.5 0.5\n1 nan 0.5 0.1 0.1\n1 0.25 0.25 0.75 0.25 0.75 0.75\n"
-    lines += "1 32 24 16 10\n"
+    lines += "1 32 24 16 10\n0 0.50 0.5 0.25 0.5\n"
     (tmp_path / "yolo" / "labels" / "train" / "b.txt").write_text(lines, encoding="utf-8")
     (tmp_path / "yolo" / "labels" / "train" / "gone.txt").write_text("0 0.5 0.5 1 1\n", encoding="utf-8")
     found = packed(tmp_path / "yolo", tmp_path / "y", max_bad_fraction=0.9)
@@ -388,9 +388,21 @@ def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path) -> None:
         "no class and box of five numbers",
         "no class and box of five numbers",
         "in pixels, and YOLO asks for shares of the image's sides",
+        "listed twice",
         "unknown class",
     ]
     assert rejected(found.path)["labels/train/gone.txt"] == "labels of an image that is not there"
+
+
+def test_objects_of_voc_that_are_listed_twice_count_once(tmp_path: Path) -> None:
+    write_voc(tmp_path / "data")
+    file = tmp_path / "data" / "Annotations" / "c.xml"
+    text = file.read_text(encoding="utf-8")
+    start, end = text.index("<object>"), text.index("</object>") + len("</object>")
+    file.write_text(text[:end] + text[start:], encoding="utf-8")
+    dataset = packed(tmp_path / "data", tmp_path / "x", max_bad_fraction=0.9)
+    assert objects(dataset) == {name: [list(box) for box in boxes] for name, boxes in OBJECTS.items()}
+    assert problems(dataset) == [("c", "listed twice", False)]
 
 
 def test_an_image_of_damaged_xml_is_one_file_that_is_left_out(tmp_path: Path) -> None:
@@ -644,7 +656,8 @@ def test_loops_of_links_between_images_and_annotations_end(tmp_path: Path) -> No
 
 def test_an_image_with_more_objects_than_a_batch_holds_is_named(tmp_path: Path) -> None:
     write_yolo(tmp_path / "data")
-    (tmp_path / "data" / "labels" / "train" / "a.txt").write_text("0 0.5 0.5 0.25 0.5\n" * 10_001, encoding="utf-8")
+    lines = [f"0 0.5 0.5 0.25 {0.1 + place / 1e5:.5f}\n" for place in range(10_001)]
+    (tmp_path / "data" / "labels" / "train" / "a.txt").write_text("".join(lines), encoding="utf-8")
     dataset = packed(tmp_path / "data", tmp_path / "x", max_bad_fraction=0.9)
     assert list(rejected(dataset.path).values()) == ["10,001 objects, and an image may have 10,000; cut it into tiles"]
     assert objects(dataset).keys() == {"b", "c", "d"}
