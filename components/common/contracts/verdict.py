@@ -23,6 +23,7 @@ from components.common.contracts.records import (
 )
 from components.common.contracts.settings import StepConfig, how_to_set
 from components.common.contracts.statistics import NOTHING_PCT, chance_of, is_above_chance
+from components.common.tasks import TASKS
 
 _DIGITS = 9  # percentages carry rounding noise (100 * 0.29 < 29); a value of exactly the threshold passes
 _MANY_IMAGES = 5000  # from here on one image is at most 0.02 points
@@ -436,7 +437,7 @@ def verdict_note(thresholds: Thresholds, accuracy: AccuracyReport) -> str:
     # What makes FP32 worse makes the precision look better.
     others = [part for part in fp32.note.split("; ") if part not in doubts] if fp32.score_pct is not None else []
     notes += [doubts, f"FP32, which it is compared with: {'; '.join(others)}" if others else ""]
-    if 0 < fp32.num_images < _MANY_IMAGES and accuracy.unit == "images":
+    if 0 < fp32.num_images < _MANY_IMAGES and TASKS[accuracy.task].classifies:
         notes.append(f"one of {fp32.num_images:,} validation images is {100 / fp32.num_images:.2f} points")
     return "; ".join(filter(None, notes))
 

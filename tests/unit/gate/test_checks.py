@@ -423,6 +423,11 @@ def test_doubts_stand_beside_the_verdict(notes: dict[str, str], num_images: int,
     assert verdict_note(Thresholds(confident=confident), accuracy_report(*rows)) == said
 
 
+def test_an_image_is_no_share_of_a_score_that_is_no_share_of_images() -> None:
+    found = accuracy_report(*(accuracy_row(name, 80.0, num_images=400) for name in GPU))
+    assert verdict_note(Thresholds(), found.model_copy(update={"task": "detection"})) == ""
+
+
 def test_a_number_of_images_that_no_check_can_hold_is_refused() -> None:
     with pytest.raises(ValidationError, match="min_validation_images"):
         Thresholds(min_validation_images=10**400)
