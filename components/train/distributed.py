@@ -6,6 +6,7 @@ import shutil
 import signal
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from typing import Any, TypeVar
 import pynvml
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from components.common.contracts.environment import torchrun_rank
 from components.common.contracts.errors import EngineryError, Preempted, UserError, shortened
@@ -243,7 +246,13 @@ def process_group(world: World, timeout_s: float) -> Iterator[None]:
         return
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(
+            backend,
+            store=_store_of_this_start(world, timeout_s),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
         _add_ranks(world, timeout_s)
     except (RuntimeError, ValueError) as error:
         text = diagnose(str(error), world.rank, world.world_size)
@@ -251,6 +260,32 @@ def process_group(world: World, timeout_s: float) -> Iterator[None]:
     yield
     # Not after an error: others may still be waiting, and NCCL would wait for them.
     dist.destroy_process_group()
+
+
+def _store_of_this_start(world: World, timeout_s: float) -> Store:
+    """Return a part of torchrun's store that no earlier process has written to.
+
+    Its agent keeps one store over all restarts, with the addresses of processes that are gone, which torch would take
+    for those of the others. Nothing that all processes know tells one start from the next (TORCHELASTIC_RESTART_COUNT
+    differs between machines), so rank 0 sends its name for this one to every process that has just asked for it.
+    """
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    name = uuid.uuid4().hex
+    if not world.is_main:
+        store.set(f"enginery/question/{world.rank}", name)
+        start = store.get(f"enginery/answer/{name}").decode()
+        store.set(f"enginery/arrival/{start}/{world.rank}", "")
+        return PrefixStore(start, store)
+    missing, deadline = set(range(1, world.world_size)), time.monotonic() + timeout_s
+    while missing:
+        for rank in sorted(missing):
+            if store.check([question := f"enginery/question/{rank}"]):  # which may be of a process that is gone
+                store.set(f"enginery/answer/{store.get(question).decode()}", name)
+        missing = {rank for rank in missing if not store.check([f"enginery/arrival/{name}/{rank}"])}
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not all processes have joined within {timeout_s:g} seconds: no rank {min(missing)}")
+        time.sleep(_POLL_S)
+    return PrefixStore(name, store)
 
 
 def _add_ranks(world: World, timeout_s: float) -> None:

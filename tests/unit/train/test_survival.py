@@ -153,6 +153,25 @@ def test_two_processes_are_stopped_and_resume(tiny_dataset: Artifact[DatasetMani
 
 
 @pytest.mark.slow
+def test_under_torchrun_a_killed_process_is_replaced(tiny_dataset: Artifact[DatasetManifest], tmp_path: Path) -> None:
+    """Twice, and the bits are those of an unbroken run. torchrun's store has the addresses of processes gone."""
+    whole, broken = (Place(tmp_path / name, tiny_dataset.path, SETTINGS) for name in ("whole", "broken"))
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2"]
+    torchrun += [f"--master-port={free_port()}", "--local-addr=127.0.0.1"]
+    variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    for place in (whole, broken):
+        process = place.start(*torchrun, **variables)
+        for number in (3, 8) if place is broken else ():
+            place.wait_for_step(process, number)
+            workers = psutil.Process(process.pid).children()
+            next(worker for worker in workers if worker.environ()["RANK"] == "1").kill()
+        _, said = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0, said
+    assert len(re.findall(r"resuming after step \d+ of 18, where an earlier run stopped\n", said)) == 2
+    assert broken.weights() == whole.weights()
+
+
+@pytest.mark.slow
 def test_under_torchrun_the_world_shrinks_when_a_machine_is_gone(
     tiny_dataset: Artifact[DatasetManifest], tmp_path: Path
 ) -> None:
