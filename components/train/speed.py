@@ -78,7 +78,7 @@ def peak_tflops(gpu_name: str, dtype: torch.dtype, *, tf32: bool) -> float | Non
 
 
 _INTERVAL_S = 0.05  # between two readings of the GPU
-LIVE_S = 5.0  # between two values of `SpeedMeter.live`; a shorter epoch has none
+LIVE_S = 5.0  # of training between two values of `SpeedMeter.live`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,15 +153,14 @@ class SpeedMeter:
         self._shape, self._dtype = torch.Size(), torch.float32  # of an image
         self._num_images = 0
         self._began = time.perf_counter()
-        self._last_live = (0.0, 0, 0.0)  # seconds since `begin`, images and seconds of waiting when it was called
+        self._last_live = (0.0, 0, 0.0)  # `_so_far` when `live` was called; below 0 if that was in an earlier epoch
+        psutil.cpu_percent()  # from here on
 
     def begin(self) -> None:
         """Begin an epoch, or what is left of one."""
         self._waits.take_seconds()
         self._num_images = 0
         self._began = time.perf_counter()
-        self._last_live = (0.0, 0, 0.0)
-        psutil.cpu_percent()
         if self._monitor is not None:
             self._monitor.start()
 
@@ -173,17 +172,16 @@ class SpeedMeter:
         return batch
 
     def live(self) -> dict[str, float]:
-        """Return speed and load since the last call, or since `begin`; nothing before `LIVE_S` have passed.
+        """Return speed and load since the last values; nothing before `LIVE_S` of training, in one epoch or several.
 
         Images per second are those of all processes, if the others are as fast. Waiting for data (per cent of the time)
         is this process's, what starts with gpu its GPU's (per cent, bytes, W, degrees Celsius), as far as NVML knows
         them, and CPU (per cent) and memory (bytes) are this machine's.
         """
-        now = (time.perf_counter() - self._began, self._num_images, self._waits.seconds)
-        seconds, num_images, waited_s = (one - before for one, before in zip(now, self._last_live, strict=True))
+        seconds, num_images, waited_s = self._since_live()
         if seconds < LIVE_S:
             return {}
-        self._last_live = now
+        self._last_live = self._so_far()
         values = {
             "images_per_s": self._world.world_size * num_images / seconds,
             "data_wait_pct": 100 * waited_s / seconds,
@@ -195,6 +193,14 @@ class SpeedMeter:
             del reading["sm_clock_mhz"]
             values |= {f"gpu_{name}": value for name, value in reading.items() if value is not None}
         return values
+
+    def _so_far(self) -> tuple[float, int, float]:
+        """Return seconds, images and seconds of waiting since `begin`."""
+        return time.perf_counter() - self._began, self._num_images, self._waits.seconds
+
+    def _since_live(self) -> tuple[float, int, float]:
+        now, last = self._so_far(), self._last_live
+        return now[0] - last[0], now[1] - last[1], now[2] - last[2]
 
     def stop(self) -> None:
         """Stop watching the GPU: the epoch was left."""
@@ -208,6 +214,8 @@ class SpeedMeter:
             num_images: of the whole epoch, over all processes.
             seconds: that it took, with what an earlier process had done of it.
         """
+        seconds_since, images_since, waited_since = self._since_live()
+        self._last_live = (-seconds_since, -images_since, -waited_since)
         wait_share = self._waits.take_seconds() / max(1e-9, time.perf_counter() - self._began)
         self.stop()
         reading = self._monitor.reading() if self._monitor is not None else GpuReading()

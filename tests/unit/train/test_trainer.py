@@ -339,6 +339,22 @@ def test_training_ends_when_validation_reaches_the_target(train: Train) -> None:
     assert f"which is 100: the best of 1 epochs has {best:.2f} %" in "".join(log.said)
 
 
+def test_short_epochs_have_live_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the training of several epochs together, without what lies between them."""
+    monkeypatch.setattr(speed, "LIVE_S", 0.5)
+    meter = SpeedMeter(nn.Linear(2, 2), World(device=CPU), torch.float32, tf32=False)
+    found = []
+    for _ in range(6):
+        meter.begin()
+        meter.next(iter(Batches(1, wait_s=0.2)))
+        found.append(meter.live())
+        meter.end(8, 0.2)
+        time.sleep(0.3)  # a validation, say
+    assert [bool(values) for values in found] == [False, False, True, False, False, True]
+    assert 24 / 1.1 < found[2]["images_per_s"] <= 24 / 0.6
+    assert 90 < found[5]["data_wait_pct"] <= 100
+
+
 def test_time_that_waits_for_a_slow_loader() -> None:
     trainer = small_trainer(Batches(10, wait_s=0.1))
     _, measured = trainer.train_epoch()
