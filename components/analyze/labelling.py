@@ -195,13 +195,11 @@ def _label_all(
         def transformed(batch: _Batch) -> Any:
             return transform.transform(rgb_images([frame.pixels for _, frame in batch]))
 
-        def answers(batch: _Batch, outputs: np.ndarray) -> list[Answer]:
-            return writer.answers.answers(outputs, [frame.pixels.shape[1::-1] for _, frame in batch])
-
         def infer(batch: _Batch, images: Future[Any]) -> _Answered:
             outputs, step = runner.infer(images.result()), -(-len(batch) // num_workers)
+            sizes = [frame.pixels.shape[1::-1] for _, frame in batch]
             parts = [slice(start, start + step) for start in range(0, len(batch), step)]
-            return outputs, [answering.submit(answers, batch[part], outputs[part]) for part in parts]
+            return outputs, [answering.submit(writer.answers.answers, outputs[part], sizes[part]) for part in parts]
 
         def write_first() -> None:
             nonlocal done

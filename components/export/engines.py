@@ -71,12 +71,12 @@ Sizes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # smallest, tu
 class Tensors:
     """Inputs and outputs of a network, and the sizes of its inputs that a plan takes: those of each profile.
 
-    `half` names those that are float16 where the plan is not FP32.
+    `fp16` names those that are float16 where the plan is not FP32.
     """
 
     profiles: Sequence[Mapping[str, Sizes]]
     outputs: Sequence[str]
-    half: Collection[str] = ()
+    fp16: Collection[str] = ()
 
     @classmethod
     def of_images(cls, shapes: ShapeSpec) -> "Tensors":
@@ -175,11 +175,11 @@ def build_engine(
         try:
             tensorrt.open_context(plan_path, entry)  # TensorRT 8.6 built one for which it then had none
         except EngineryError as error:
+            plan_path.unlink()
             failed.append(f"optimization level {level}: {error}")
             _log.warning("%s; trying another optimization level than %d", error, level)
         else:
             return entry
-    plan_path.unlink()
     message = f"TensorRT {trt.__version__} builds {onnx_path} as {precision} and can't run it: {'; '.join(failed)}"
     raise EngineryError(message, code="build-failed")
 
@@ -234,7 +234,7 @@ def _try_to_build(trt: ModuleType, order: _Order, model: bytes) -> tuple[Any, tu
     _check_tensors(network, order.onnx_path, order.tensors)
     if order.precision != "fp32" and not _is_strongly_typed(trt):  # else the file says so
         for io_tensor in _io_tensors(network):
-            if io_tensor.name in order.tensors.half:
+            if io_tensor.name in order.tensors.fp16:
                 io_tensor.dtype = trt.float16
     config = builder.create_builder_config()
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, order.workspace_bytes)

@@ -17,10 +17,10 @@ FP16_MAX = 65504.0
 FP16_QDQ_OPSET = 19  # first opset whose QuantizeLinear takes float16 tensors and scales
 
 
-def to_fp16(model: onnx.ModelProto, half: Collection[str] = ()) -> onnx.ModelProto:
+def to_fp16(model: onnx.ModelProto, fp16: Collection[str] = ()) -> onnx.ModelProto:
     """Returns a typed FP16 copy: float16 weights and activations, FP32 graph inputs and outputs with Casts between.
 
-    Inputs and outputs that `half` names are float16, too. Numbers too small for float16 become its smallest ones,
+    Inputs and outputs that `fp16` names are float16, too. Numbers too small for float16 become its smallest ones,
     infinite ones stay. Activations beyond `FP16_MAX` can't be seen in the graph: compare the FP16 file's accuracy with
     FP32, or look at `Histogram.max_abs` of the calibration.
 
@@ -40,7 +40,7 @@ def to_fp16(model: onnx.ModelProto, half: Collection[str] = ()) -> onnx.ModelPro
                 "No FP16 file can be made of it: train with weight decay, or rescale this layer and the next.",
                 code="weights-exceed-fp16",
             )
-    kept = [value.name for value in (*model.graph.input, *model.graph.output) if value.name not in half]
+    kept = [value.name for value in (*model.graph.input, *model.graph.output) if value.name not in fp16]
     converted = float16.convert_float_to_float16(deepcopy(model), keep_io_types=kept)
     _sort_topologically(converted.graph)
     _check(converted, "FP16")

@@ -82,7 +82,7 @@ from components.export.selection import Budget
 _METHODS = tuple(name for name in RANGES if name != "smoothquant")
 _NUM_CHECKED = 8  # sentences on which ONNX Runtime and torch are compared
 _MAX_TRIALS = 4  # with layers in float, which leave half of the cost each time
-_HALF = ("memory", "state", "next_state")  # float16 in plans but those in FP32: a GPU reads all of them in each step
+_FP16 = ("memory", "state", "next_state")  # float16 in plans but those in FP32: a GPU reads all of them in each step
 _SEED = 0  # of the choice of sentences
 Graphs = tuple[onnx.ModelProto, onnx.ModelProto]  # of encoder and step
 _Profile = Mapping[str, tuple[int, int, int]]  # sizes of each axis that changes: smallest, tuned for, largest
@@ -190,7 +190,7 @@ def _weight_storage() -> WeightStorage:
 
 
 def _in_fp16(graphs: Graphs) -> Graphs:
-    encoder, step = (raise_opset(to_fp16(graph, _HALF)) for graph in graphs)
+    encoder, step = (raise_opset(to_fp16(graph, _FP16)) for graph in graphs)
     return encoder, step
 
 
@@ -350,7 +350,7 @@ class _PlanBuilder:
     def _tensors(self, graph: onnx.ModelProto, form: Sequence[_Profile]) -> Tensors:
         inputs = [value.name for value in graph.graph.input]
         profiles = [{name: self._limits(name, sizes) for name in inputs} for sizes in form]
-        return Tensors(profiles, [value.name for value in graph.graph.output], _HALF)
+        return Tensors(profiles, [value.name for value in graph.graph.output], _FP16)
 
     def _limits(self, name: str, sizes: _Profile) -> Sizes:
         low, usual, high = (
