@@ -196,7 +196,9 @@ def _label_all(
             return transform.transform(rgb_images([frame.pixels for _, frame in batch]))
 
         def infer(batch: _Batch, images: Future[Any]) -> _Answered:
-            outputs, step = runner.infer(images.result()), -(-len(batch) // num_workers)
+            outputs = runner.infer(images.result())
+            # Frames of a classifier take longer apart than together.
+            step = len(batch) if writer.answers.shows_one else -(-len(batch) // num_workers)
             sizes = [frame.pixels.shape[1::-1] for _, frame in batch]
             parts = [slice(start, start + step) for start in range(0, len(batch), step)]
             return outputs, [answering.submit(writer.answers.answers, outputs[part], sizes[part]) for part in parts]
