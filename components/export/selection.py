@@ -314,7 +314,7 @@ class Selection:
 
         def keep(seen: Mapping[str, Predictions]) -> list[str]:
             nonlocal ordered
-            ordered = sorted(ordered or seen, key=lambda method: self._preference(method, seen[method]))
+            ordered = sorted(seen, key=lambda method: self._preference(method, seen[method]))
             return ordered[: max(2, len(ordered) - 1)] if self._may_hold(seen[ordered[0]]) else []
 
         models = {method: self._quantized(method, ()) for method in self.scales}
@@ -435,7 +435,7 @@ class Selection:
             models: by name.
             text: see `Measure`.
             detail: see `Measure`.
-            keep: takes the predictions so far, returns the models that continue.
+            keep: takes the predictions of the models that are left, returns those that continue, the best first.
         """
         ends = [self.num_images]
         while len(ends) < _MAX_STAGES and ends[0] // 2 >= MIN_SELECTION_IMAGES:
@@ -447,7 +447,7 @@ class Selection:
                 for name, own in advance(left, end - done).items():
                     found[name] = type(own).join([found[name], own]) if done else own
                 done = found[left[0]].num_images
-                left = list(keep(found))
+                left = list(keep({name: found[name] for name in left}))
                 if not left:
                     break
         return found

@@ -199,6 +199,25 @@ def test_the_candidate_within_budget_that_agrees_most_with_fp32_is_taken(num_cha
     assert search.choose_method() == expected
 
 
+def test_a_candidate_that_dropped_out_is_not_taken_because_few_images_can_not_refute_it():
+    lost = {"fp32": [], "max": range(600, 610), "percentile": range(600, 609), "entropy": range(100), "mse": [0]}
+    top = {method: np.isin(np.arange(1000), list(images))[:, None] for method, images in lost.items()}
+    chain = Chain(1, additive({"c0": 0.0}))
+    search = replace(
+        chain.selection,
+        scales=dict.fromkeys(CALIBRATION_METHODS, chain.selection.scales["max"]),
+        measure=lambda models, text, detail: passing(top, np.zeros(1000, np.int32)),
+        num_images=1000,
+    )
+    assert search.choose_method() == "percentile"
+    assert {trial.method: trial.num_images for trial in search.trials} == {
+        "max": 1000,
+        "percentile": 1000,
+        "entropy": 125,
+        "mse": 250,
+    }
+
+
 def test_a_budget_that_nothing_holds_leaves_no_layer_in_int8(trained, digits, tmp_path):
     # FP32 itself is as good as FP32, so even a budget of zero is held in the end.
     hard = with_outliers(with_outliers(trained, 1e4), 1e4, conv=1)
