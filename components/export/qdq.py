@@ -34,6 +34,8 @@ from components.export.placement import (
 WeightStorage = Literal["qdq", "dq"]
 
 UINT8_MAX = 255
+_MATRIX_AXES = 2
+_FAR = 1e38  # beyond any activation
 
 # A scale below the smallest normal number is flushed to zero on some devices, and its reciprocal overflows in FP16.
 MIN_SCALE = 2.0**-60
@@ -48,12 +50,17 @@ class _Kernels:
     rounds_concatenated: bool = False  # int8 that convolutions read, to whole numbers; uint8 around 128 it does not
     scales_twice: bool = False  # outputs of convolutions without a bias that several nodes read, at any batch size
     mixes_up_channels: bool = False  # of scales, behind a Reduce whose axes are gone
+    splits_channels: bool = False  # of scales, where a matrix gets more axes by a Reshape: compiling fails
 
 
 _KERNELS = {
     "tensorrt": _Kernels(),  # takes symmetric zero points only
     "openvino": _Kernels(  # 2026.4
-        rounds_averages=True, rounds_concatenated=True, scales_twice=True, mixes_up_channels=True
+        rounds_averages=True,
+        rounds_concatenated=True,
+        scales_twice=True,
+        mixes_up_channels=True,
+        splits_channels=True,
     ),
 }
 
@@ -141,6 +148,8 @@ def insert_qdq(
     inserter.write_nodes()
     if arithmetic.kernels.mixes_up_channels:
         _squeeze_reductions(quantized.graph)
+    if arithmetic.kernels.splits_channels:
+        _clip_matrices(quantized)
     return quantized
 
 
@@ -161,6 +170,32 @@ def _squeeze_reductions(graph: onnx.GraphProto) -> None:
             graph.initializer.append(numpy_helper.from_array(np.asarray(axes, np.int64), name))
             nodes.append(helper.make_node("Squeeze", [kept, name], [output], f"{output}_Squeeze"))
     replace_nodes(graph, nodes)
+
+
+def _clip_matrices(model: onnx.ModelProto) -> None:
+    """Puts a Clip that clips nothing before each Reshape that makes more axes of a matrix.
+
+    OpenVINO 2026.4 moves scales of columns behind the Reshape as if its second axis were made of the columns. Where
+    that is tokens, it can't compile the model. It does not move them behind a Clip, which runs inside the product.
+    """
+    lookup, nodes = Graph(model.graph), []
+    axes = {
+        node.output[0]: lookup.initializers[node.input[1]].dims[0]
+        for node in lookup.nodes
+        if node.op_type == "Reshape" and node.input[1] in lookup.initializers
+    }
+    known = onnx.shape_inference.infer_shapes(model).graph.value_info if axes else ()
+    num_axes = {value.name: len(value.type.tensor_type.shape.dim) for value in known}
+    for node in model.graph.node:
+        if num_axes.get(node.input[0] if node.input else "") == _MATRIX_AXES < axes.get(node.output[0], 0):
+            output = f"{node.output[0]}_clipped"
+            limits = {f"{output}_{end}": value for end, value in (("min", -_FAR), ("max", _FAR))}
+            for name, value in limits.items():
+                model.graph.initializer.append(numpy_helper.from_array(np.asarray(value, np.float32), name))
+            nodes.append(helper.make_node("Clip", [node.input[0], *limits], [output], output))
+            node.input[0] = output
+        nodes.append(node)
+    replace_nodes(model.graph, nodes)
 
 
 def _float_type(model: onnx.ModelProto, graph: Graph) -> int:

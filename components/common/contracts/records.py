@@ -333,8 +333,8 @@ class Int8Form(Record):
     runtime: Literal["tensorrt", "openvino"] = Field(
         "tensorrt",
         description='Whose errors are avoided; "openvino": concatenated tensors that can be negative have codes around '
-        "128, every convolution has a bias, averages that float operators read are float, and Reduce operators keep "
-        "their axes.",
+        "128, every convolution has a bias, averages that float operators read are float, Reduce operators keep "
+        "their axes, and a Clip stands before a Reshape of a matrix to more axes.",
     )
 
     @property

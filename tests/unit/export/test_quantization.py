@@ -322,6 +322,24 @@ def test_openvino_takes_the_scales_of_the_right_channels_behind_a_mean(tmp_path)
     _expect_openvino_as_simulated(network, {}, tmp_path)
 
 
+def test_openvino_compiles_a_matrix_reshaped_to_tokens(tmp_path):
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.middle = nn.Conv2d(3, 16, 4, 4), nn.Linear(16, 24, bias=False)
+            self.norm, self.last = nn.BatchNorm1d(24), nn.Linear(24, 10)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            tokens = self.middle(self.first(images).flatten(2).transpose(1, 2))
+            return self.last(self.norm(tokens.flatten(0, 1)).reshape_as(tokens).mean(1))
+
+    torch.manual_seed(0)
+    network = Tokens().eval()
+    nn.init.uniform_(network.norm.weight, 0.5, 3.0)
+    nn.init.normal_(network.norm.bias)
+    _expect_openvino_as_simulated(network, {}, tmp_path)
+
+
 def test_the_cache_serves_the_same_images_and_no_others(plain, export, tmp_path, monkeypatch):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     bundles = [
