@@ -52,7 +52,7 @@ def page(result: dict[str, Any]) -> str:
         f"{result['date']}, {machine['gpu']}{built_by}. Each network was trained on "
         f"40,000 textures and validated on {rows[0]['num_images']:,} others. {result['notes']}",
         "",
-        f"The chosen engine is {over_fp16:.2f} times as fast as FP16 at batch 128 in the geometric mean of {len(rows)} "
+        f"The chosen engine is {over_fp16:.3f} times as fast as FP16 at batch 128 in the geometric mean of {len(rows)} "
         f"networks, and at least {over_best:.3f} times the better of FP16 and INT8 everywhere. INT8 does not pay, so "
         f"that FP16 is chosen, for: {lost or 'none'}.",
         "",

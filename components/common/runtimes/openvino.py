@@ -11,7 +11,7 @@ from typing import Unpack
 import numpy as np
 
 from components.common.contracts.environment import cpu_name, num_cores
-from components.common.contracts.errors import RuntimeUnavailable
+from components.common.contracts.errors import RuntimeUnavailable, shortened
 from components.common.contracts.instruction_sets import instruction_set
 from components.common.contracts.manifests import Artifact, BundleManifest
 from components.common.contracts.records import Precision
@@ -27,6 +27,7 @@ except ModuleNotFoundError as error:
         "OpenVINO runs models on CPUs and is not installed: pip install openvino", code="library-missing"
     ) from error
 
+_NO_REASONS = ("Exception from", "Check '", "To facilitate")  # begins of lines in OpenVINO's errors
 _PROFILE_S, _MIN_PROFILED = 1.0, 3  # seconds and batches of a profile
 
 
@@ -154,7 +155,11 @@ class OpenVINORunner:
 
 
 def compile_file(onnx_path: Path, hints: dict[str, object]) -> ov.CompiledModel:
-    """An ONNX file compiled for the CPU, by OpenVINO's properties."""
+    """An ONNX file compiled for the CPU, by OpenVINO's properties.
+
+    Raises:
+        RuntimeUnavailable: OpenVINO can't compile it here.
+    """
     content = onnx_path.read_bytes()  # once: what was looked at can't be swapped any more
     # The server's image has no onnx: what it opens was read when it was written, and is held against its digest.
     if find_spec("onnx") is not None:
@@ -163,8 +168,17 @@ def compile_file(onnx_path: Path, hints: dict[str, object]) -> ov.CompiledModel:
         parse_onnx(content, onnx_path)  # refuses weights in other files
     core = _core()
     settings = {props.hint.inference_precision: ov.Type.f32, props.inference_num_threads: num_cores(), **hints}
-    with named_refusal():
-        return core.compile_model(core.read_model(content), "CPU", settings)
+    try:
+        with named_refusal():
+            return core.compile_model(core.read_model(content), "CPU", settings)
+    except RuntimeError as error:
+        lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(_NO_REASONS)]
+        reason = shortened(" ".join(lines[-1:]))
+        raise RuntimeUnavailable(
+            f"OpenVINO {ov.__version__} can't compile {onnx_path.name}: {reason}. Take another runtime; to export INT8 "
+            "without measuring it here, set export.num_selection_images to 0",
+            code="openvino-refused",
+        ) from error
 
 
 def _time_queue(queue: ov.AsyncInferQueue, images: np.ndarray, num_streams: int, how: BenchmarkOptions) -> Timing:

@@ -6,8 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
+import onnx
 import pytest
 import torch
+from onnx import helper
 
 from components.common.contracts.errors import RuntimeUnavailable
 from components.common.contracts.records import PRECISIONS
@@ -15,6 +17,7 @@ from components.common.runtimes import RUNTIMES, RuntimeOption, onnxruntime, ope
 from components.common.runtimes.runner import OpenModel
 from components.common.runtimes.selection import select_runtime, select_runtimes
 from tests.unit.measurements import engine_entry
+from tests.unit.networks import onnx_model
 from tests.unit.refusals import refuses
 
 HERE = {"tensorrt_version": "10.16.0.72", "gpu_name": "NVIDIA H200", "compute_capability": "9.0"}
@@ -190,3 +193,11 @@ def test_openvino_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(Exception, match="OpenVINO runs models on CPUs and is not installed: pip install op") as caught:
         importlib.import_module("components.common.runtimes.openvino")
     assert type(caught.value).__name__ == "RuntimeUnavailable"
+
+
+def test_a_file_that_openvino_can_not_compile_is_refused_with_its_reason(tmp_path):
+    node = helper.make_node("Det", ["images"], ["logits"])
+    onnx.save(onnx_model([node], {"images": ["N", 3, 8, 8]}, {"logits": ["N", 3]}), tmp_path / "int8.onnx")
+    with refuses("openvino-refused") as error:
+        openvino.compile_file(tmp_path / "int8.onnx", {})
+    assert "No conversion rule found for operations: Det-17" in str(error.value)
