@@ -111,9 +111,8 @@ def test_a_run_that_can_not_be_is_refused_and_leaves_nothing(
     if "{shapes}" in options:
         write_shapes(folder / "shapes", num_train=4, num_val=2, image_size=64)
     filled = [option.format(tmp=folder, digits=few_digits, shapes=folder / "shapes") for option in options]
-    with refuses(code) as caught:
+    with refuses(code, says=words.format(tmp=folder)):
         registered.enginery("run", ROOT / f"pipelines/{name}.py", *filled, "--set", "gate.confident=false")
-    assert words.format(tmp=folder) in str(caught.value)
     assert not (tmp_path / "home").exists()
 
 
@@ -391,12 +390,12 @@ def test_a_model_of_a_few_bytes_that_takes_much_memory_is_refused(
     model = onnx_model(nodes, {"x": ["N", 3, 16, 16]}, {"y": ["N", 10]}, weights)
     onnx.save(model, tmp_path / "m.onnx")
     assert (tmp_path / "m.onnx").stat().st_size < 1000
-    with refuses("onnx-does-not-run", "--model") as caught:
+    with refuses("onnx-does-not-run", "--model", says="ConstantOfShape"):
         check_inputs(run_of(few_digits, model=str(tmp_path / "m.onnx"), gate={"confident": False}))
-    assert "ConstantOfShape" in str(caught.value)
-    with refuses("onnx-does-not-run", "--model") as caught:  # as on a cluster, where nothing is checked before a run
+    with refuses(
+        "onnx-does-not-run", "--model", says="ConstantOfShape"
+    ):  # as on a cluster, where nothing is checked before a run
         step("export", tmp_path / "b", model=tmp_path / "m.onnx", dataset=digits_dataset.path)
-    assert "ConstantOfShape" in str(caught.value)
 
 
 def test_a_model_whose_reading_kills_the_process_is_refused(
@@ -489,9 +488,8 @@ def test_weights_alone_can_be_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = training_memory(huge)
     assert needed.needed_bytes(largest) <= GB < needed.needed_bytes(largest + 1)
     memory(monkeypatch, preflight._REST_BYTES + GB // 4, preflight._REST_BYTES)
-    with refuses("too-little-memory", "--global-batch-size") as caught:
+    with refuses("too-little-memory", "--global-batch-size", says="for weights, gradients and optimizer at any batch"):
         check_memory({**huge, "train": {}})
-    assert "for weights, gradients and optimizer at any batch" in str(caught.value)
 
 
 def test_small_images_that_a_network_pads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

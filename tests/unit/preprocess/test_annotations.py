@@ -132,9 +132,8 @@ def test_all_formats_hold_the_same_objects(write: Callable[[Path], None], tmp_pa
 @pytest.mark.parametrize("write", [write_coco, write_coco_as_published, write_voc, write_yolo])
 def test_folders_of_boxes_are_no_classes(write: Callable[[Path], None], tmp_path: Path) -> None:
     write(tmp_path / "data")
-    with refuses("other-task", "data") as caught:
+    with refuses("other-task", "data", says="enginery run detection"):
         preprocess(tmp_path / "data", tmp_path / "x")
-    assert "enginery run detection" in str(caught.value)
     (tmp_path / "classes" / "labels").mkdir(parents=True)
     shutil.copytree(tmp_path / "data", tmp_path / "classes" / "images")
     write_images(tmp_path / "classes" / "labels", "efgh")  # a class of this name
@@ -224,9 +223,8 @@ def test_images_that_are_not_found_are_told_apart(tmp_path: Path) -> None:
     content = coco("abcd")
     content["images"][2]["file_name"] = "c.gif"
     (data / "annotations.json").write_text(json.dumps(content), encoding="utf-8")
-    with refuses("too-few-images") as caught:
+    with refuses("too-few-images", says="1 image that can be used, and needs 2 ("):
         packed(data, tmp_path / "x")
-    assert "1 image that can be used, and needs 2 (" in str(caught.value)
     gradient(HEIGHT, WIDTH, shift=9).save(data / "d.png")
     reasons = rejected(packed(data, tmp_path / "y", max_bad_fraction=0.9).path)
     assert {name: reason.partition("it, and ")[2] for name, reason in reasons.items() if "/" not in name} == {
@@ -281,9 +279,8 @@ def test_a_number_of_a_name_is_no_flag_of_a_list_of_voc(tmp_path: Path) -> None:
 def test_images_of_a_test_split_alone_are_none_to_train_on(tmp_path: Path) -> None:
     write_images(tmp_path / "data" / "test", "ab")
     (tmp_path / "data" / "test" / "annotations.json").write_text(json.dumps(coco("ab")), encoding="utf-8")
-    with refuses("too-few-images") as caught:
+    with refuses("too-few-images", says="test/"):
         packed(tmp_path / "data", tmp_path / "x")
-    assert "test/" in str(caught.value)
 
 
 def test_xml_of_other_kinds_is_none_of_voc(tmp_path: Path) -> None:
@@ -631,9 +628,8 @@ def test_without_objects_the_reason_that_files_were_refused_for_is_named(tmp_pat
     write_voc(tmp_path / "voc")
     for file in (tmp_path / "voc" / "Annotations").iterdir():
         file.write_text('<!DOCTYPE x [<!ENTITY a "aaaa">]><annotation/>', encoding="utf-8")
-    with refuses("no-objects") as caught:
+    with refuses("no-objects", says="it declares entities"):
         packed(tmp_path / "voc", tmp_path / "x")
-    assert "it declares entities" in str(caught.value)
 
 
 @pytest.mark.parametrize("names", ["{0: cat, 7: dog}", "cat", "5"])

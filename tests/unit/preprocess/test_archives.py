@@ -255,16 +255,14 @@ def test_archives_that_are_none_or_damaged(tmp_path: Path) -> None:
             with refuses("damaged-archive"):
                 find(file, tmp_path / "scratch")
         if suffix not in (".tar", ".tgz"):
-            with refuses("other-archive-kind") as caught:
+            with refuses("other-archive-kind", says=f"x.tar is no tar but a {suffix} file"):
                 find(archive(file, root).rename(tmp_path / "x.tar"))
-            assert f"x.tar is no tar but a {suffix} file" in str(caught.value)
     whole = archive(tmp_path / "y.tar", root).read_bytes()
     with tarfile.open(tmp_path / "y.tar") as packed:
         second = packed.getmembers()[1].offset
     (tmp_path / "y.tar").write_bytes(whole[:second] + b"\xff" * 512 + whole[second + 512 :])
-    with refuses("damaged-archive") as caught:
+    with refuses("damaged-archive", says=f"is damaged at byte {second}"):
         find(tmp_path / "y.tar")
-    assert f"is damaged at byte {second}" in str(caught.value)
     data = bytearray(archive(tmp_path / "x.zip", root).read_bytes())
     data[data.index(b"PK\x01\x02") + 6] = 102  # of a version to come
     (tmp_path / "x.zip").write_bytes(data)
@@ -413,9 +411,8 @@ def test_xz_files_of_several_streams_and_of_a_large_dictionary(tmp_path: Path) -
     end = 12 + (body[12] + 1) * 4
     body[end - 4 : end] = zlib.crc32(body[12 : end - 4]).to_bytes(4, "little")
     file.write_bytes(body)
-    with refuses("damaged-archive") as caught:
+    with refuses("damaged-archive", says="Memory usage limit exceeded"):
         find(file, tmp_path / "scratch")
-    assert "Memory usage limit exceeded" in str(caught.value)
 
 
 @pytest.mark.parametrize(

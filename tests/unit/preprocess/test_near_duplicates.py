@@ -202,7 +202,6 @@ def test_a_validation_split_of_nothing_but_near_duplicates(textures: list[Image.
             folder = tmp_path / "images" / split / f"class{number % 2}"
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{number}.jpg").write_bytes(file)
-    with refuses("no-usable-image") as caught:
+    with refuses("no-usable-image", says="near-duplicates of training images"):
         preprocess(tmp_path / "images", tmp_path / "out")
-    assert "near-duplicates of training images" in str(caught.value)
     assert len(rejected(tmp_path / "out")) == 8

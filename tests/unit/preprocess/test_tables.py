@@ -124,9 +124,8 @@ GOOD: Rows = (("a/0.png", "a", "train"), ("b/0.png", "b", "train"), ("a/1.png", 
 def test_tables_that_cannot_be_used(
     tmp_path: Path, suffix: str, header: Sequence[str], rows: Rows, code: str, message: str
 ) -> None:
-    with refuses(code) as caught:
+    with refuses(code, says=message):
         find(write(tmp_path / f"t{suffix}", header, rows))
-    assert message in str(caught.value)
 
 
 def test_a_folder_whose_name_begins_as_the_tables_is_outside(tmp_path: Path) -> None:
@@ -200,9 +199,8 @@ def test_tables_of_few_bytes_that_claim_many(tmp_path: Path, monkeypatch: pytest
         patch.setattr("components.preprocess.sources.tables._MAX_ROWS", 999)
         find(many)
     again = write(tmp_path / "again.parquet", ("path", "label"), [("a/0.png", "a")] * 20_000)
-    with refuses("invalid-row") as caught:
+    with refuses("invalid-row", says=f"{again}, row 10101: the rows so far name the same images again"):
         find(again)
-    assert f"{again}, row 10101: the rows so far name the same images again" in str(caught.value)
 
 
 @pytest.mark.parametrize("key", ["path", "label"])

@@ -229,9 +229,8 @@ def test_blobs_may_lie_elsewhere_and_credentials_stay(
 def test_credentials_are_for_the_registry_alone(machine: Machine, oci: Registry, tmp_path: Path) -> None:
     oci.realm = f"http://{oci.address}/token"
     folder, target = signed(machine), f"oci://{oci.address}/team/m"
-    with refuses("registry-refused") as caught:
+    with refuses("registry-refused", says="answered 401 by 127.0.0.1; give it credentials: `docker login`"):
         push(machine, folder, target)
-    assert "answered 401 by 127.0.0.1; give it credentials: `docker login`" in str(caught.value)
     file = write_credentials(tmp_path, oci.address)
     push(machine, folder, target)
     assert {sent for _, path, sent in oci.asked if path.startswith("/token")} == {"", BASIC}

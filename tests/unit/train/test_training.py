@@ -91,9 +91,8 @@ def test_a_changed_shard_or_no_dataset_is_refused(tiny_dataset: Artifact[Dataset
     ],
 )
 def test_an_unknown_architecture_suggests(train: Train, tmp_path: Path, architecture: str, hint: str) -> None:
-    with refuses("unknown-architecture") as caught:
+    with refuses("unknown-architecture", says=hint):
         train(architecture=architecture)
-    assert hint in str(caught.value)
     assert not list((tmp_path / "out").glob("*/*/step-*"))
 
 
