@@ -87,14 +87,6 @@ def test_fp16_in_openvino_which_serves_it_where_plans_need_a_gpu(graphs: Graphs,
     np.testing.assert_allclose(found, expected, atol=5e-3 * np.abs(expected).max())
 
 
-def test_an_encoder_of_an_older_export_is_refused(graphs: Graphs, tmp_path: Path) -> None:
-    encoder, step = map(onnx.ModelProto.FromString, (graph.SerializeToString() for graph in graphs))
-    encoder.graph.node.append(onnx.helper.make_node("Identity", ["memory"], ["state"]))  # to which steps appended
-    encoder.graph.output.append(onnx.helper.make_tensor_value_info("state", onnx.TensorProto.FLOAT, None))
-    with refuses("other-encoder"):
-        in_openvino((encoder, step), tmp_path)
-
-
 def test_int8_in_openvino_is_what_the_file_says(graphs: Graphs, tmp_path: Path) -> None:
     quantized = quantizer(graphs)
     observed = quantized._histograms(SOURCES, TARGETS)

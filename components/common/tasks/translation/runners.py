@@ -1,6 +1,6 @@
 """Translators of sentences: encoder and step of a bundle in OpenVINO or TensorRT, in batches of similar length."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -51,37 +51,20 @@ def advanced(state: np.ndarray, found: np.ndarray, position: int) -> np.ndarray:
     return state
 
 
-def _check_outputs(encoder: Path, outputs: Collection[str]) -> None:
-    """Refuse an encoder whose step appends to a state, as older exports did, and would take our room for tokens."""
-    if set(outputs) != set(ENCODER_OUTPUTS):
-        raise UserError(
-            f"the encoder {encoder} returns {', '.join(sorted(outputs))}, expected {', '.join(ENCODER_OUTPUTS)}: this "
-            "enginery would translate wrongly with it; train and export again",
-            code="other-encoder",
-        )
-
-
 class OpenVinoNetwork:
     """Encoder and step, each an ONNX file compiled for the CPU."""
 
     runtime = "openvino"
 
     def __init__(self, encoder: Path, step: Path) -> None:
-        """Compile both.
-
-        Raises:
-            UserError: they are of an older export.
-        """
+        """Compile both."""
         self.device = f"{cpu_name()}, {num_cores()} cores"
         from openvino import properties as props
 
         from components.common.runtimes.openvino import compile_file
 
         latency = {props.hint.performance_mode: props.hint.PerformanceMode.LATENCY}
-        compiled = compile_file(encoder, latency)
-        names = [port.get_names() for port in compiled.outputs]  # of FP16 an output has those of Casts, too
-        _check_outputs(encoder, [min(own.intersection(ENCODER_OUTPUTS) or own) for own in names])
-        self._encoder = compiled.create_infer_request()
+        self._encoder = compile_file(encoder, latency).create_infer_request()
         compiled = compile_file(step, latency)
         self._step = compiled.create_infer_request()
         self._inputs = {name: port for port in compiled.inputs for name in port.get_names()}
@@ -181,7 +164,6 @@ def open_translator(
 
     Raises:
         RuntimeUnavailable: nothing here does, or not the runtime that `option` names.
-        UserError: it is of an older export.
     """
     models, text = bundle.manifest.models, bundle.manifest.text_spec
     runtime, unused = choose_runtime(bundle, option)
@@ -204,7 +186,6 @@ def open_plans(files: Sequence[Path], entries: Sequence[EngineEntry], max_tokens
 
     Raises:
         RuntimeUnavailable: TensorRT can't be used here, or there is no such plan.
-        UserError: they are of an older export.
     """
     import torch
 
@@ -215,5 +196,4 @@ def open_plans(files: Sequence[Path], entries: Sequence[EngineEntry], max_tokens
     if missing := [file.name for file in files if file.name not in known or not file.is_file()]:
         raise RuntimeUnavailable(f"the bundle has no {' and no '.join(missing)}", code="engine-missing")
     encoder, step = (DynamicPlan(file, known[file.name]) for file in files)
-    _check_outputs(files[0], encoder.outputs)
     return GpuNetwork(encoder, step, max_tokens=max_tokens, device=torch.device("cuda", torch.cuda.current_device()))

@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 
 from components.common.contracts.errors import UserError
-from components.common.runtimes import dynamic_plan
 from components.common.runtimes.architectures import build_model
 from components.common.runtimes.dynamic_plan import DynamicPlan, Profile
 from components.common.tasks.translation.gpu import GpuNetwork
@@ -22,18 +20,16 @@ from components.common.tasks.translation.runners import (
     ENCODER_OUTPUTS,
     STEP_INPUTS,
     STEP_OUTPUTS,
-    open_plans,
 )
 from components.common.tasks.translation.search import padded, search
 from components.common.tasks.translation.vocabulary import BOS, EOS
 from components.export.translation import _axes
-from tests.unit.measurements import engine_entry
 from tests.unit.refusals import refuses
 
 NUM_TOKENS, MAX_TOKENS = 300, 21
 SOURCES = [[5, 6, 7, 8, 9, 10, 11, 12, 13, EOS], [5, EOS], [7, 7, 7, EOS]]
 Batches = tuple[tuple[int, int], ...]  # smallest and largest of each profile
-ANY: Batches = ((1, 1), (1, 16))  # as older bundles have them
+ANY: Batches = ((1, 1), (1, 16))  # where plans for one number of sentences can not be built
 FIXED: Batches = ((1, 1), (4, 4), (16, 16))
 
 
@@ -182,16 +178,6 @@ def test_what_a_plan_is_bound_to_stays() -> None:
     assert all(reference() is not None for reference in kept)
     del run
     assert all(reference() is None for reference in kept)
-
-
-def test_plans_of_an_older_export_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    plan = SimpleNamespace(outputs=["memory", "mask", "state"])
-    monkeypatch.setattr(dynamic_plan, "DynamicPlan", lambda *_: plan)
-    files = [tmp_path / "fp32_encoder.plan", tmp_path / "fp32.plan"]
-    for file in files:
-        file.touch()
-    with refuses("other-encoder"):
-        open_plans(files, [engine_entry(file=file.name) for file in files], MAX_TOKENS)
 
 
 def test_axes_that_change_are_named(module: nn.Module) -> None:
