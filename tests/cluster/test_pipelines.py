@@ -5,16 +5,12 @@ with the retries of docs/submit.md, a default storage class whose volumes all po
 `preprocess`, `train`, `export`, `validate` and `promote`, named by REGISTRY and TAG.
 """
 
-import base64
-import io
 import os
-import shlex
 import subprocess
 import sys
-import tarfile
 import uuid
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +22,8 @@ from kubernetes import client
 from components.common.contracts.errors import EXIT_GATE_FAILED
 from enginery.cluster.server import KFP_NAMESPACE
 from enginery.cluster.watch import RUN_LABEL, step_of
-from tests.cluster.test_pods import UNPACK, image, run_in_pod, wait_for
-from tests.cluster.test_training import KILL, LONG, RESTRICTED, SHARED
+from tests.cluster.test_pods import make_claim, run_in_pod, start_pod, unpack, wait_for
+from tests.cluster.test_training import KILL, LONG, SHARED
 from tests.conftest import copy_digits
 
 pytestmark = [
@@ -69,35 +65,15 @@ class Volume:
 @pytest.fixture
 def volume(api: Any, all_digits: Path, tmp_path: Path) -> Iterator[Volume]:
     made = Volume(api, f"enginery-test-{uuid.uuid4().hex[:8]}")
-    metadata = {"name": made.name}
-    claim = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
-    container = {
-        "name": "main",
-        "image": image("preprocess"),
-        "command": ["sleep", "7200"],
-        "securityContext": RESTRICTED,
-        "volumeMounts": [{"name": "shared", "mountPath": SHARED}],
-    }
-    spec = {
-        "containers": [container],
-        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
-        "volumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": made.name}}],
-        "terminationGracePeriodSeconds": 1,
-    }
-    made.core.create_namespaced_persistent_volume_claim(KFP_NAMESPACE, {"metadata": metadata, "spec": claim})
-    made.core.create_namespaced_pod(KFP_NAMESPACE, {"metadata": metadata, "spec": spec})
+    make_claim(made.core, KFP_NAMESPACE, made.name)
     try:
-        read = made.core.read_namespaced_pod
-        wait_for(lambda: read(made.name, KFP_NAMESPACE).status.phase == "Running", "the pod with the volume runs")
+        start_pod(made.core, KFP_NAMESPACE, made.name, made.name, step="preprocess", place=SHARED, user={})
         copy_digits(all_digits, tmp_path / "digits", 12)
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
-            tar.add(tmp_path / "digits", arcname="digits")
-        unpack = shlex.quote(UNPACK.replace("/store", SHARED))
-        made.run(f"python -c {unpack}", base64.b64encode(buffer.getvalue()).decode())
+        unpack(made.core, KFP_NAMESPACE, made.name, {"digits": tmp_path / "digits"}, SHARED)
         yield made
     finally:
-        made.core.delete_namespaced_pod(made.name, KFP_NAMESPACE)
+        with suppress(client.ApiException):  # where it could not start
+            made.core.delete_namespaced_pod(made.name, KFP_NAMESPACE)
         made.core.delete_namespaced_persistent_volume_claim(made.name, KFP_NAMESPACE)
 
 

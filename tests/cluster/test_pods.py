@@ -9,8 +9,7 @@ import io
 import json
 import os
 import tarfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from enginery.serving.repository import RepositoryConfig, write_repository
 from enginery.serving.sources import ModelSource
 from tests.helm.rendering import CHART
 from tests.unit.conftest import proved  # noqa: F401
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.cluster,
@@ -54,7 +54,9 @@ text = mlflow.artifacts.load_text(run.info.artifact_uri + "/note.txt")
 print("READ", run.data.metrics["score_pct"], text)
 """
 UNPACK = "import base64, io, sys, tarfile; data = io.BytesIO(base64.b64decode(sys.stdin.readline())); "
-UNPACK += "tarfile.open(fileobj=data).extractall('/store'); print('unpacked')"
+UNPACK += "tarfile.open(fileobj=data).extractall(sys.argv[1]); print('unpacked')"
+USER = {"runAsUser": 10001, "fsGroup": 10001}
+RESTRICTED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
 def image(name: str) -> str:
@@ -62,10 +64,7 @@ def image(name: str) -> str:
 
 
 def wait_for(reached: Callable[[], bool], what: str, timeout_s: float = 600) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not reached():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:.0f} s"
-        time.sleep(1)
+    wait_until(reached, lambda: f"{what}: not within {timeout_s:.0f} s", seconds=timeout_s, every_s=1.0)
 
 
 @pytest.fixture
@@ -175,39 +174,62 @@ def cluster(api: Any, restricted: str) -> Cluster:
     return Cluster(api, restricted)
 
 
-def start_pod(core: client.CoreV1Api, namespace: str, name: str, claim: str = "") -> None:
-    """One of the image `cli`, in which code runs, with a claim at /store."""
+def start_pod(
+    core: client.CoreV1Api,
+    namespace: str,
+    name: str,
+    claim: str = "",
+    *,
+    step: str = "cli",
+    place: str = "/store",
+    user: Mapping[str, int] = USER,
+    env: Mapping[str, str] = {},
+    **more: Any,
+) -> None:
+    """One of a step's image, in which commands run, with a claim in a folder. `more` is further fields of its spec."""
     container = {
-        "name": name,
-        "image": image("cli"),
+        "name": "main",
+        "image": image(step),
         "command": ["sleep", "7200"],
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        "volumeMounts": [{"name": "store", "mountPath": "/store"}] if claim else [],
+        "securityContext": RESTRICTED,
+        "env": [{"name": variable, "value": value} for variable, value in env.items()],
+        "volumeMounts": [{"name": "store", "mountPath": place}] if claim else [],
     }
-    user = {"runAsNonRoot": True, "runAsUser": 10001, "fsGroup": 10001, "seccompProfile": {"type": "RuntimeDefault"}}
     spec = {
         "containers": [container],
-        "securityContext": user,
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}, **user},
         "volumes": [{"name": "store", "persistentVolumeClaim": {"claimName": claim}}] if claim else [],
         "terminationGracePeriodSeconds": 1,
+        **more,
     }
     core.create_namespaced_pod(namespace, {"metadata": {"name": name}, "spec": spec})
     wait_for(lambda: core.read_namespaced_pod(name, namespace).status.phase == "Running", f"the pod {name} runs")
 
 
-def store_repositories(core: client.CoreV1Api, namespace: str, *repositories: Path) -> list[str]:
-    """Put model repositories into a new claim `models`, which the pod `fill` has at /store. Returns their digests."""
-    claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
-    core.create_namespaced_persistent_volume_claim(namespace, {"metadata": {"name": "models"}, "spec": claim})
-    start_pod(core, namespace, "fill", "models")
-    digests = [sha256((folder / "manifest.json").read_bytes()).hexdigest() for folder in repositories]
+def make_claim(core: client.CoreV1Api, namespace: str, name: str, mode: str = "ReadWriteMany") -> None:
+    claim = {"accessModes": [mode], "resources": {"requests": {"storage": "1Gi"}}}
+    core.create_namespaced_persistent_volume_claim(namespace, {"metadata": {"name": name}, "spec": claim})
+
+
+def unpack(
+    core: client.CoreV1Api, namespace: str, pod: str, folders: Mapping[str, Path], place: str = "/store"
+) -> None:
+    """Put folders into one of a pod's, by the names that they get there."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
-        for folder, digest in zip(repositories, digests, strict=True):
-            tar.add(folder, arcname=digest)
+        for name, folder in folders.items():
+            tar.add(folder, arcname=name)
     packed = base64.b64encode(buffer.getvalue()).decode()
-    code, said = run_in_pod(core, namespace, "fill", ["python", "-c", UNPACK], packed, 120)
+    code, said = run_in_pod(core, namespace, pod, ["python", "-c", UNPACK, place], packed, 300)
     assert (code, "unpacked" in said) == (0, True), said
+
+
+def store_repositories(core: client.CoreV1Api, namespace: str, *repositories: Path) -> list[str]:
+    """Put model repositories into a new claim `models`, which the pod `fill` has at /store. Returns their digests."""
+    make_claim(core, namespace, "models", "ReadWriteOnce")
+    start_pod(core, namespace, "fill", "models")
+    digests = [sha256((folder / "manifest.json").read_bytes()).hexdigest() for folder in repositories]
+    unpack(core, namespace, "fill", dict(zip(digests, repositories, strict=True)))
     return digests
 
 

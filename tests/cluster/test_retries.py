@@ -16,9 +16,9 @@ from kubernetes import client
 
 from components.common.contracts.environment import KFP_RUN_VARIABLE
 from components.train.train_job import VOLUME_VARIABLE
-from tests.cluster.test_pods import image, run_in_pod, wait_for
+from tests.cluster.test_pods import RESTRICTED, image, run_in_pod, wait_for
 from tests.cluster.test_train_jobs import RUNNER, runner  # noqa: F401
-from tests.cluster.test_training import KILL, LONG, RESTRICTED, SHARED, Step, limit_disk, step  # noqa: F401
+from tests.cluster.test_training import KILL, LONG, SHARED, Step, limit_disk, step  # noqa: F401
 from tests.unit.train.conftest import SETTINGS, tiny_dataset  # noqa: F401
 
 pytestmark = [

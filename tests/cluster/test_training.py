@@ -4,13 +4,10 @@ Beside KUBECONFIG it needs Kubeflow Trainer, a default storage class whose volum
 `train` where the nodes find it, named by REGISTRY and TAG.
 """
 
-import base64
-import io
 import json
 import os
 import re
 import shlex
-import tarfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -31,7 +28,7 @@ from components.train.train_job import (
     VERSION,
     TrainJobRequest,
 )
-from tests.cluster.test_pods import UNPACK, image, run_in_pod, wait_for
+from tests.cluster.test_pods import image, make_claim, run_in_pod, start_pod, unpack, wait_for
 from tests.cluster.test_train_jobs import RUNNER, runner  # noqa: F401
 from tests.unit.train.conftest import SETTINGS, tiny_dataset  # noqa: F401
 
@@ -41,7 +38,6 @@ pytestmark = [
     pytest.mark.skipif(not os.environ.get("REGISTRY"), reason="REGISTRY names no images for the nodes"),
 ]
 SHARED = "/mnt/shared"
-RESTRICTED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 STEP = "step"
 PATH = "/opt/enginery/code:/opt/enginery/own:/opt/enginery/common"  # the image's
 # sitecustomize.py, which Python imports before anything else.
@@ -118,31 +114,11 @@ def step(api: Any, namespace: str, runner: Any, tiny_dataset: Artifact[DatasetMa
     made = Step(api, namespace)
     label = {"pod-security.kubernetes.io/enforce": "restricted"}
     made.core.patch_namespace(namespace, {"metadata": {"labels": label}})
-    claim = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
-    made.core.create_namespaced_persistent_volume_claim(namespace, {"metadata": {"name": "shared"}, "spec": claim})
-    container = {
-        "name": "main",
-        "image": image("train"),
-        "command": ["sleep", "7200"],
-        "securityContext": RESTRICTED,
-        "env": [{"name": POD_VARIABLE, "value": STEP}, {"name": NAMESPACE_VARIABLE, "value": namespace}],
-        "volumeMounts": [{"name": "shared", "mountPath": SHARED}],
-    }
-    spec = {
-        "serviceAccountName": RUNNER,
-        "containers": [container],
-        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
-        "volumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": "shared"}}],
-        "terminationGracePeriodSeconds": 1,
-    }
-    made.core.create_namespaced_pod(namespace, {"metadata": {"name": STEP}, "spec": spec})
-    wait_for(lambda: made.core.read_namespaced_pod(STEP, namespace).status.phase == "Running", "the step's pod runs")
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
-        tar.add(tiny_dataset.path, arcname="dataset")
-    unpack = shlex.quote(UNPACK.replace("/store", SHARED))
-    code, said = made.run(f"python -c {unpack}", base64.b64encode(buffer.getvalue()).decode())
-    assert code == 0, said
+    make_claim(made.core, namespace, "shared")
+    env = {POD_VARIABLE: STEP, NAMESPACE_VARIABLE: namespace}
+    given: dict[str, Any] = {"step": "train", "place": SHARED, "user": {}, "env": env, "serviceAccountName": RUNNER}
+    start_pod(made.core, namespace, STEP, "shared", **given)
+    unpack(made.core, namespace, STEP, {"dataset": tiny_dataset.path}, SHARED)
     return made
 
 
