@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.processes import run_python
 from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -89,8 +89,7 @@ def run_step(name: str, arguments: Sequence[str], *options: str) -> "subprocess.
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in digits, readable for every UID."""
     folder = tmp_path_factory.mktemp("data") / "digits"
-    command = [sys.executable, "-m", "enginery.cli.main", "data", "digits", str(folder)]
-    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
+    assert run_python("-m", "enginery.cli.main", "data", "digits", folder).returncode == 0
     folder.chmod(0o755)
     show(folder.parent)
     return folder

@@ -4,17 +4,17 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.containers.conftest import REPOSITORY, docker
+from tests.containers.conftest import docker
+from tests.processes import start_python
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
-RUN = [sys.executable, "-m", "enginery.cli.main", "run", "pipelines/resnet50.py", "--in-containers"]
+RUN = ("-m", "enginery.cli.main", "run", "pipelines/resnet50.py", "--in-containers")
 SETTINGS = ["--config", "pipelines/configs/digits.yaml"]
 
 
@@ -37,14 +37,10 @@ def test_digits_from_images_to_a_registered_version(home: Path, digits: Path, tm
     quick += ["--set", "validate.benchmark_seconds=0.2", "--set", "validate.benchmark_repeats=1"]
     # Trained so briefly it may lose more than a point; what it loses is not what is tested here.
     quick += ["--max-drop-points", "30"]
-    done = subprocess.run(
-        [*RUN, *SETTINGS, *quick, "--data", str(digits), "--summary", str(summary)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    words = (*RUN, *SETTINGS, *quick, "--data", digits, "--summary", summary)
+    process = start_python(*words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    said, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, said[-6000:]
     result = json.loads(summary.read_text())
     assert [step["name"] for step in result["steps"]] == [
         "preprocess",
@@ -66,10 +62,8 @@ def test_digits_from_images_to_a_registered_version(home: Path, digits: Path, tm
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_no_container_outlives_its_run(number: signal.Signals, home: Path, digits: Path) -> None:
-    command = [*RUN, *SETTINGS, "--epochs", "500", "--data", str(digits)]
-    with subprocess.Popen(
-        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    words = (*RUN, *SETTINGS, "--epochs", "500", "--data", digits)
+    with start_python(*words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         deadline = time.monotonic() + 240
         runs: list[Path] = []
         while time.monotonic() < deadline:

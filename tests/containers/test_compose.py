@@ -87,13 +87,11 @@ class Stack:
             docker("unpause", self.container(service))
 
     def wait_for_restart(self, service: str, before: int) -> None:
-        deadline = time.monotonic() + RESTART_S
-        while time.monotonic() < deadline:
+        def is_back() -> bool:
             state = json.loads(docker("inspect", "--format", "{{json .}}", self.container(service)).stdout)
-            if state["RestartCount"] > before and state["State"]["Health"]["Status"] == "healthy":
-                return
-            time.sleep(0.5)
-        raise AssertionError(f"{service} did not come back: {self.logs()}")
+            return state["RestartCount"] > before and state["State"]["Health"]["Status"] == "healthy"
+
+        wait_until(is_back, self.logs, seconds=RESTART_S)
 
     def ask(self, *, password: str | None = None, host: str | None = None) -> int:
         credentials = ("admin", password) if password else None

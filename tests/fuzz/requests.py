@@ -31,17 +31,11 @@ def request(number: int, seed: int, model: str) -> bytes:
     """Case `number`: an inference request, damaged in its image, its JSON, or anywhere."""
     chance = random.Random(f"{seed}:{number}")
     data = _element(number, seed, chance)
-    tensor = {"name": "IMAGE", "datatype": "BYTES", "shape": [1, 1], "parameters": {"binary_data_size": len(data)}}
-    head = bytearray(json.dumps({"inputs": [tensor]}).encode())
+    head = bytearray(_head(data))
     if chance.random() < 0.4:
         _damage(head, chance)
     odd = chance.choice(("-1", "0", "99999999999999999999", "x", "")) if chance.random() < 0.1 else str(len(head))
-    whole = bytearray(
-        f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-        f"Inference-Header-Content-Length: {odd}\r\nContent-Length: {len(head) + len(data)}\r\n\r\n".encode()
-        + head
-        + data
-    )
+    whole = bytearray(_post(model, odd, bytes(head), data))
     if chance.random() < 0.4:
         _damage(whole, chance)
     return bytes(whole)
@@ -173,14 +167,19 @@ def _status(call: Callable[..., bytes], data: bytes) -> grpc.StatusCode:
 
 def _good(model: str) -> bytes:
     data = _sound()
+    head = _head(data)
+    return _post(model, str(len(head)), head, data)
+
+
+def _head(data: bytes) -> bytes:
     tensor = {"name": "IMAGE", "datatype": "BYTES", "shape": [1, 1], "parameters": {"binary_data_size": len(data)}}
-    head = json.dumps({"inputs": [tensor]}).encode()
-    return (
-        f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-        f"Inference-Header-Content-Length: {len(head)}\r\nContent-Length: {len(head) + len(data)}\r\n\r\n".encode()
-        + head
-        + data
-    )
+    return json.dumps({"inputs": [tensor]}).encode()
+
+
+def _post(model: str, length_of_head: str, head: bytes, data: bytes) -> bytes:
+    lines = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    lines += f"Inference-Header-Content-Length: {length_of_head}\r\nContent-Length: {len(head) + len(data)}\r\n\r\n"
+    return lines.encode() + head + data
 
 
 def _sound() -> bytes:

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from components.common.contracts.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
 from components.common.contracts.manifests import PARTIAL_OUTPUT, Artifact, CheckpointManifest, DatasetManifest, load
 from components.common.contracts.records import EpochRecord
 from enginery.datasets.textures import write_textures
+from tests.processes import start_python
 from tests.waiting import wait_until
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240
 SETTINGS: dict[str, Any] = {
     "architecture": "resnet18",
@@ -57,12 +56,9 @@ def start(dataset: Artifact[DatasetManifest], tmp_path: Path) -> Start:
     def begin(**settings: Any) -> "subprocess.Popen[str]":
         config = tmp_path / "config.yaml"
         config.write_text(yaml.safe_dump({**SETTINGS, **settings}))
-        command = [sys.executable, "-m", "components.train", "--dataset", str(dataset.path)]
-        command += ["--output", str(tmp_path / "out"), "--config", str(config)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
-        environment["PYTHONFAULTHANDLER"] = "1"  # see `said_by`
-        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+        words = ("-m", "components.train", "--dataset", dataset.path, "--output", tmp_path / "out", "--config", config)
+        variables = {"PYTHONFAULTHANDLER": "1"}  # see `said_by`
+        return start_python(*words, env=variables, stdout=subprocess.DEVNULL, start_new_session=True)
 
     return begin
 

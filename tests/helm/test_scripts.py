@@ -10,17 +10,16 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 
 from tests.helm.rendering import CHART, REPOSITORY
-from tests.pipelines.servers import free_port
+from tests.pipelines.servers import answers, free_port
 from tests.serving import Served, serving
+from tests.waiting import wait_until
 
 START = REPOSITORY / "containers/mlflow/start"
 
@@ -65,12 +64,7 @@ def tracking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pa
     server = start(folder, "serve", "--workers", "1", "--host", "127.0.0.1", "--port", str(port))
     url = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline:
-            with suppress(requests.RequestException):
-                if requests.get(f"{url}/health", timeout=2).ok:
-                    break
-            time.sleep(0.2)
+        wait_until(lambda: answers(f"{url}/health"), process=server, seconds=90)
         yield url, folder
     finally:
         os.killpg(server.pid, signal.SIGKILL)

@@ -1,8 +1,6 @@
 """values.yaml, values.schema.json and README.md fit together, and wrong values are refused with a reason."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +8,8 @@ import helm_python
 import pytest
 import yaml
 
-from tests.helm.rendering import CASES, CHART, NOTES, REPOSITORY, case, render_files
+from tests.helm.rendering import CASES, CHART, NOTES, case, render_files
+from tests.processes import run_python
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
@@ -221,8 +220,7 @@ def test_the_default_values_want_secrets_and_nothing_else() -> None:
 
 
 def test_readme_is_made_from_the_values(request: pytest.FixtureRequest) -> None:
-    command = [sys.executable, REPOSITORY / "helm/document_values.py", CHART]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_python("helm/document_values.py", CHART)
     assert done.returncode == 0, done.stderr
     path = CHART / "README.md"
     if request.config.getoption("--update-golden"):
@@ -233,6 +231,5 @@ def test_readme_is_made_from_the_values(request: pytest.FixtureRequest) -> None:
 def test_a_value_without_a_comment_is_found(tmp_path: Any) -> None:
     (tmp_path / "Chart.yaml").write_text((CHART / "Chart.yaml").read_text())
     (tmp_path / "values.yaml").write_text("# -- Said.\nsaid: 1\npart:\n  unsaid: 2\n")
-    command = [sys.executable, REPOSITORY / "helm/document_values.py", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_python("helm/document_values.py", tmp_path)
     assert (done.returncode, "part.unsaid" in done.stderr) == (1, True)

@@ -1,9 +1,6 @@
 """export, validate and gate on CPUs that one does not have: the quickstart's checkpoint, oneDNN limited to less."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +9,8 @@ from components.common.contracts.digests import digest_bytes
 from components.common.contracts.instruction_sets import SATURATING, VARIABLE, available
 from components.common.contracts.manifests import BundleManifest, ReportManifest, VerdictManifest, load
 from components.common.runtimes.selection import fit_model
+from tests.processes import ROOT, run_python
 
-ROOT = Path(__file__).parents[2]
 # The quickstart itself ran with the widest.
 LIMITS = [name for name in available()[1:] if name != "SSE41"] or ["SSE41"]
 
@@ -32,10 +29,8 @@ def quickstart() -> tuple[Path, Path]:
 
 
 def step(name: str, limit: str, **options: object) -> str:
-    command = [sys.executable, "-m", f"components.{name}"]
-    command += [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", str(value))]
-    environment = {**os.environ, VARIABLE: limit, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    words = [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", value)]
+    done = run_python("-m", f"components.{name}", *words, **{VARIABLE: limit, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
     return done.stderr + done.stdout
 

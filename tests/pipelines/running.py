@@ -4,9 +4,6 @@ import functools
 import os
 import sqlite3
 import subprocess
-import sys
-import time
-from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -18,8 +15,9 @@ from PIL import Image
 
 from enginery.cli.commands import cli
 from enginery.local.parameters import load_pipeline
+from tests.processes import ROOT, start_python
+from tests.waiting import wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
 CLUSTER_YAML = str(ROOT / "pipelines/configs/cluster.yaml")
 load_once = functools.cache(load_pipeline)  # KFP takes seconds to inspect a pipeline where much is imported
 STEPS = ["preprocess", "train", "export", "validate", "gate", "promote"]
@@ -63,16 +61,10 @@ def start(home: Path, data: Path, *options: str, held: str = "", **variables: st
     if held:
         search = os.pathsep.join([str(Path(__file__).parent / "held"), os.environ.get("PYTHONPATH", "")])
         variables |= {"HELD_STEP": held, "PYTHONPATH": search}
-    command = [sys.executable, "-m", "enginery.cli.main", "run", "pipelines/resnet50.py", "--data", str(data)]
-    process = subprocess.Popen(
-        [*command, *SETTINGS, *options],
-        cwd=ROOT,
-        env={**os.environ, "ENGINERY_HOME": str(home), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", **variables},
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    variables = {"ENGINERY_HOME": str(home), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", **variables}
+    words = ("-m", "enginery.cli.main", "run", "pipelines/resnet50.py", "--data", data, *SETTINGS, *options)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = start_python(*words, env=variables, start_new_session=True, **pipes)
     STARTED.append(process)
     return process
 
@@ -93,14 +85,6 @@ def query(home: Path, text: str, timeout: float = 600) -> list[tuple[str, ...]] 
         return None
 
 
-def wait_for(process: subprocess.Popen[str], condition: Callable[[], object], seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()[0][-3000:]
-        assert time.monotonic() < deadline, process.args
-        time.sleep(0.005)
-
-
 def worker_of(process: subprocess.Popen[str], step: str) -> psutil.Process:
     """The process of a step. The first from the top: while it starts something, that has its command line, too."""
     for child in psutil.Process(process.pid).children(recursive=True):
@@ -118,7 +102,7 @@ def hold_in(process: subprocess.Popen[str], home: Path, step: str) -> psutil.Pro
         "select name from runs join tags on tags.run_uuid = runs.run_uuid "
         f"where runs.status = 'RUNNING' and start_time > {begun_ms} and key = 'enginery.step' and value = '{step}'"
     )
-    wait_for(process, lambda: query(home, running))
+    wait_until(lambda: query(home, running), lambda: process.communicate()[0][-3000:], process=process)
     worker = worker_of(process, step)
-    wait_for(process, lambda: worker.status() == psutil.STATUS_STOPPED)
+    wait_until(lambda: worker.status() == psutil.STATUS_STOPPED, process=process)
     return worker

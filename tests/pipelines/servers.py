@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -26,17 +25,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def answers(url: str) -> bool:
+    """True if a server at a URL does what it is asked."""
+    with suppress(requests.RequestException):
+        return requests.get(url, timeout=2).ok
+    return False
+
+
 @contextmanager
 def started(command: list[str], url: str, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A process in a session of its own, once it answers at a URL."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True, **options)
     try:
-        deadline = time.monotonic() + 600
-        while time.monotonic() < deadline and process.poll() is None:
-            with suppress(requests.RequestException):
-                if requests.get(url, timeout=2).ok:
-                    break
-            time.sleep(0.2)
+        wait_until(lambda: process.poll() is not None or answers(url))
         yield process
     finally:
         stop(process)

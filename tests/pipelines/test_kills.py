@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +15,10 @@ import pytest
 from components.common.contracts.digests import digest_file
 from components.common.contracts.manifests import MANIFEST, PARTIAL_OUTPUT
 from enginery.local.run import _GRACE_S
+from tests.processes import run_python
+from tests.waiting import wait_until
 
-from .running import ROOT, STEPS, finish, hold_in, query, start, wait_for, worker_of
+from .running import STEPS, finish, hold_in, query, start, worker_of
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +75,7 @@ class Run:
     def wait_for_any(self, pattern: str) -> None:
         """Wait for a new file below the runs."""
         seen = set(self.home.path.glob(f"runs/*/{pattern}"))
-        wait_for(self.process, lambda: set(self.home.path.glob(f"runs/*/{pattern}")) - seen)
+        wait_until(lambda: set(self.home.path.glob(f"runs/*/{pattern}")) - seen, process=self.process)
 
     def end(self, seconds: float = 120) -> str:
         return finish(self.process, seconds)
@@ -244,8 +245,8 @@ def test_the_next_run_resumes_the_packing_of_a_killed_one(all_digits: Path, tmp_
     assert f"resuming where an earlier run stopped, with {len(done)} finished shards" in run.end()
     assert {name: (dataset / f"{name}.tar").stat().st_mtime_ns for name in done} == before
     unbroken = tmp_path / "unbroken"
-    command = [sys.executable, "-m", "components.preprocess", "--data", str(all_digits), "--output", str(unbroken)]
-    subprocess.run([*command, "--shard-bytes", "1000000"], cwd=ROOT, check=True, capture_output=True)
+    words = ("-m", "components.preprocess", "--data", all_digits, "--output", unbroken, "--shard-bytes", "1000000")
+    assert run_python(*words).returncode == 0
     files = [json.loads((folder / MANIFEST).read_text())["files"] for folder in (dataset, unbroken)]
     assert files[0] == files[1]
     assert (other / PARTIAL_OUTPUT).exists()

@@ -1,11 +1,9 @@
 """Promotions at once, killed ones, killed servers: real processes on SQLite, a server on it, and PostgreSQL."""
 
-import os
 import random
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,23 +17,16 @@ from components.common.registry.audit_log import AuditLog, champions, expected_a
 from components.common.registry.model_registry import Registry
 from components.common.registry.promotions import CHAMPION
 from enginery.registry.audit import trace
+from tests.processes import start_python
 
 from .servers import door, free_port, postgresql, server, stop
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def promoter(uri: str, folder: Path, names: Sequence[str]) -> subprocess.Popen[str]:
     """A process that promotes versions of the folder's model one after the other; "a-070" has a top-1 of 70 %."""
     limits = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.unit.registered", uri, str(folder), folder.name, *names],
-        cwd=ROOT,
-        env={**os.environ, **limits},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    words = ("-m", "tests.unit.registered", uri, folder, folder.name, *names)
+    return start_python(*words, env=limits, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def registry_at(uri: str) -> Registry:

@@ -17,6 +17,7 @@ from mlflow import MlflowClient
 from enginery.local import record
 from enginery.local.state import StateDirectory
 from tests.unit.refusals import refuses
+from tests.waiting import wait_until
 
 from .conftest import OpenRecord
 from .running import MESSAGE, finish, start
@@ -117,12 +118,13 @@ def test_a_server_that_dies_in_the_middle(tmp_path: Path, few_digits: Path) -> N
     with server(tmp_path, port) as process:
         run = start(home, few_digits, MLFLOW_TRACKING_URI=uri)
         client = MlflowClient(uri)
-        deadline = time.monotonic() + 600
-        while time.monotonic() < deadline:
+
+        def trains() -> bool:
             experiment = client.get_experiment_by_name("resnet50")
-            if experiment and any(r.info.run_name == "train" for r in client.search_runs([experiment.experiment_id])):
-                break
-            time.sleep(0.05)
+            runs = client.search_runs([experiment.experiment_id]) if experiment else []
+            return any(found.info.run_name == "train" for found in runs)
+
+        wait_until(trains)
         stop(process)
         text = finish(run)
     assert run.returncode == 1, text

@@ -6,6 +6,7 @@ import shutil
 import signal
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,23 +14,35 @@ from mlflow import MlflowClient
 
 from enginery.datasets.phrases import write_phrases
 from enginery.local.preflight import _MAX_UNPACKED_BYTES
+from tests.processes import run_python
 from tests.unit.refusals import refuses
-from tests.unit.registered import run_python
 from tests.waiting import wait_until
 
 from .conftest import OpenRecord
 from .running import finish, hold_in, query, start
 
 
-def test_a_killed_step_is_explained(tmp_path: Path, empty_store: Path) -> None:
-    (home := tmp_path / "home").mkdir()
-    shutil.copy(empty_store, home / "mlflow.db")
+@pytest.fixture
+def home(tmp_path: Path, empty_store: Path) -> Path:
+    """A state folder with a store, which takes seconds to make."""
+    (folder := tmp_path / "home").mkdir()
+    shutil.copy(empty_store, folder / "mlflow.db")
+    return folder
+
+
+def summary_of(home: Path) -> dict[str, Any]:
+    """Of its one run."""
+    (file,) = home.glob("runs/*/summary.json")
+    return dict(json.loads(file.read_text()))
+
+
+def test_a_killed_step_is_explained(home: Path, tmp_path: Path) -> None:
     process = start(home, tmp_path / "leaking", held="preprocess")
     hold_in(process, home, "preprocess").kill()
     text = finish(process)
     assert process.returncode == 1
     assert "killed, most often because memory ran out" in text
-    (summary,) = [json.loads(path.read_text()) for path in home.glob("runs/*/summary.json")]
+    summary = summary_of(home)
     assert [(step["name"], step["status"]) for step in summary["steps"]] == [("preprocess", "failed")]
     assert (summary["status"], summary["exit_code"], summary["registered"]) == ("failed", 1, "")
     assert {status for (status,) in query(home, "select status from runs") or []} == {"FAILED"}
@@ -49,11 +62,9 @@ def test_state_directory_that_cannot_be_used(tmp_path: Path, open_record: OpenRe
 
 
 def test_too_few_validation_images_that_could_not_be_counted_before(
-    tmp_path: Path, few_digits: Path, empty_store: Path
+    home: Path, tmp_path: Path, few_digits: Path
 ) -> None:
     """An archive that is too large to be unpacked for a look: preprocess counts, and nothing is trained."""
-    (home := tmp_path / "home").mkdir()
-    shutil.copy(empty_store, home / "mlflow.db")
     (tmp_path / "padding").write_bytes(os.urandom(_MAX_UNPACKED_BYTES))
     with tarfile.open(tmp_path / "digits.tar.gz", "w:gz", compresslevel=0) as archive:
         archive.add(few_digits, "digits")
@@ -68,19 +79,17 @@ def test_too_few_validation_images_that_could_not_be_counted_before(
     assert list(temporary.iterdir()) == []
     assert "is checked after preprocess" in text
     assert "120 of the 600 images validate, and at least 1,000 are needed" in text
-    (summary,) = [json.loads(path.read_text()) for path in home.glob("runs/*/summary.json")]
+    summary = summary_of(home)
     assert "train" not in {step["name"] for step in summary["steps"]}
 
 
-def test_too_few_validation_sentences_end_a_run_before_its_training(tmp_path: Path, empty_store: Path) -> None:
-    (home := tmp_path / "home").mkdir()
-    shutil.copy(empty_store, home / "mlflow.db")
+def test_too_few_validation_sentences_end_a_run_before_its_training(home: Path, tmp_path: Path) -> None:
     write_phrases(tmp_path / "data", num_pairs=300)
     options = ("--data", tmp_path / "data", "--architecture", "translation/lstm_small")
     done = run_python("-m", "enginery.cli.main", "run", "translation", *options, ENGINERY_HOME=str(home))
     assert done.returncode == 2
     assert "60 of the 300 sentences validate, and at least 100 are needed" in done.stdout + done.stderr
-    (summary,) = [json.loads(path.read_text()) for path in home.glob("runs/*/summary.json")]
+    summary = summary_of(home)
     assert "train" not in {step["name"] for step in summary["steps"]}
 
 
@@ -96,9 +105,7 @@ def alive(session_id: int) -> list[str]:
     return found
 
 
-def test_ctrl_c_ends_everything(tmp_path: Path, few_digits: Path, empty_store: Path) -> None:
-    (home := tmp_path / "home").mkdir()
-    shutil.copy(empty_store, home / "mlflow.db")
+def test_ctrl_c_ends_everything(home: Path, few_digits: Path) -> None:
     process = start(home, few_digits, held="preprocess")
     worker = hold_in(process, home, "preprocess")
     assert len(alive(process.pid)) >= 2
@@ -114,6 +121,5 @@ def test_ctrl_c_ends_everything(tmp_path: Path, few_digits: Path, empty_store: P
     statuses = {run.info.run_name: run.info.status for run in runs}
     (parent,) = [name for name in statuses if name.startswith("resnet50-")]
     assert statuses == {parent: "KILLED", "preprocess": "KILLED"}
-    (summary,) = home.glob("runs/*/summary.json")
-    record = json.loads(summary.read_text())
-    assert (record["status"], record["exit_code"]) == ("killed", 130)
+    summary = summary_of(home)
+    assert (summary["status"], summary["exit_code"]) == ("killed", 130)

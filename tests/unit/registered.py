@@ -71,10 +71,10 @@ from components.validate.config import ValidateConfig
 from enginery.cli.commands import cli
 from enginery.release.deploy import Pins, environments
 from tests.conftest import Shared
+from tests.processes import ROOT
 from tests.unit.measurements import accuracy_report, benchmark_row, engine_entry
 from tests.unit.refusals import refuses as refuses
 
-ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("bundle", "report", "verdict")
 NAME = "digits"  # under which the fixture `promoted` has a real network
 NUM_IMAGES = 100
@@ -89,12 +89,6 @@ def enginery(*arguments: object, stdin: bytes | None = None, columns: int = 200)
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return done
-
-
-def run_python(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A process of this Python in the checkout."""
-    command, variables = [sys.executable, *map(str, words)], {**os.environ, **environment}
-    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600)
 
 
 def files(folder: Path) -> dict[str, bytes]:

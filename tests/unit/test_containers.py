@@ -20,7 +20,8 @@ from enginery.doctor import gpu
 from enginery.local.containers import RUN_LABEL, Containers, images_of
 from enginery.local.parameters import PipelineFile, load_pipeline
 from enginery.local.state import LOCK, RunDirectory, StateDirectory
-from tests.unit.registered import ROOT, enginery, refuses, run_python
+from tests.processes import ROOT, run_python, start_python
+from tests.unit.registered import enginery, refuses
 
 CONTAINERS = ROOT / "containers"
 STEPS = ("preprocess", "train", "export", "validate", "analyze")
@@ -268,9 +269,8 @@ def test_a_step_ends_when_the_lock_of_its_run_is_free(tmp_path: Path) -> None:
     held = RunDirectory.hold(tmp_path)
     script = "import time; from components.common.process.lifetime import end_with_parent; end_with_parent(); "
     script += "print('ready', flush=True); time.sleep(60)"
-    environment = {**os.environ, "ENGINERY_PARENT_LOCK": str(tmp_path / LOCK)}
-    command = [sys.executable, "-c", script]
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as step:
+    environment = {"ENGINERY_PARENT_LOCK": str(tmp_path / LOCK)}
+    with start_python("-c", script, env=environment, stdout=subprocess.PIPE, stderr=None) as step:
         assert step.stdout is not None
         assert step.stdout.readline() == "ready\n"
         with pytest.raises(subprocess.TimeoutExpired):

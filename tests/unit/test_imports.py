@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import run_python
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = ("preprocess", "merge", "train", "export", "validate", "gate", "promote", "analyze")
 FLOORS = ("pipelines", "enginery", "components")  # imports only lead to the right, and into the same one
@@ -86,7 +88,7 @@ def _imports(path: Path) -> Iterator[str]:
 def import_without(blocked: Iterable[str], modules: list[str], before: str = "") -> None:
     """Import modules in a process where libraries are blocked."""
     script = before + IMPORT_BLOCKED.format(heavy=tuple(blocked), light=modules)
-    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    done = run_python("-c", script)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == f"imported {len(modules)}"
 

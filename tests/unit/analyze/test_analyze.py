@@ -55,13 +55,12 @@ from components.common.process.steplog import StepLog
 from components.common.tasks.answers import Answers, answers_of
 from components.promote.pyfunc import BundleModel
 from enginery.cli.video import video as video_command
+from tests.processes import ROOT, start_python
 from tests.unit.analyze.conftest import PER_DIGIT, SHOWN, Analyze, digit_frames, lines, write_video
 from tests.unit.analyze.rtsp import RtspServer
 from tests.unit.refusals import refuses
 from tests.unit.shapes import Chain
 from tests.waiting import wait_until
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_frames_are_answered_together_as_one_by_one(bundle: Artifact[BundleManifest]) -> None:
@@ -450,10 +449,8 @@ def start(
     bundle: Artifact[BundleManifest], folder: Path, *options: str, sources: Sequence[str], **pipes: Any
 ) -> "subprocess.Popen[str]":
     """The step in a process of its own, into `analysis` of a folder."""
-    command = [sys.executable, "-m", "components.analyze", "--bundle", str(bundle.path), *options]
-    command += ["--output", str(folder / "analysis"), "--sources", json.dumps(sources)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True, **pipes)
+    words = ("--bundle", bundle.path, *options, "--output", folder / "analysis", "--sources", json.dumps(sources))
+    return start_python("-m", "components.analyze", *words, **pipes)
 
 
 def test_signals_to_the_group_reach_no_process_that_starts(bundle: Artifact[BundleManifest], tmp_path: Path) -> None:
@@ -554,9 +551,8 @@ def test_a_process_that_is_killed_is_named(run_analysis: Analyze, tmp_path: Path
         write_video(tmp_path / f"{number}.mp4", digit_frames())
 
     def kill_one() -> None:
-        while not (workers := multiprocessing.active_children()):
-            time.sleep(0.01)
-        workers[0].kill()
+        wait_until(multiprocessing.active_children)
+        multiprocessing.active_children()[0].kill()
 
     killer = threading.Thread(target=kill_one)
     killer.start()
@@ -633,15 +629,13 @@ def test_nvdec_is_missing_here(run_analysis: Analyze, tmp_path: Path) -> None:
 
 def test_the_command_reads_the_standard_input(bundle: Artifact[BundleManifest], tmp_path: Path) -> None:
     video = write_video(tmp_path / "a.mkv", digit_frames())
-    command = [sys.executable, "-c", "from enginery.cli.main import main; main()"]
-    command += ["video", "-", "--model", str(bundle.path), "--out", str(tmp_path / "out")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ENGINERY_HOME": str(tmp_path / "home")}
+    words = ("-m", "enginery.cli.main", "video", "-", "--model", bundle.path, "--out", tmp_path / "out")
+    variables = {"ENGINERY_HOME": str(tmp_path / "home")}
     with video.open("rb") as file:
-        done = subprocess.run(
-            command, stdin=file, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
-        )
-    assert done.returncode == 0, done.stderr
-    assert f"{len(SHOWN) * PER_DIGIT} frames of 1 stream labelled" in done.stdout
+        process = start_python(*words, env=variables, stdin=file, stdout=subprocess.PIPE)
+    printed, said = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    assert f"{len(SHOWN) * PER_DIGIT} frames of 1 stream labelled" in printed
 
 
 def test_frames_are_transformed_as_images_are_to_the_bit() -> None:
@@ -670,9 +664,8 @@ def test_more_frames_of_files_wait_where_they_are_small(
     monkeypatch.setattr(streams_module, "_MORE_BYTES", more_bytes)
     config = AnalyzeConfig(sources=(str(write_video(tmp_path / "a.mp4", digit_frames())),), queue_frames=3)
     with Streams(find_videos(config.sources), config, 1, lambda *_, **__: None) as streams:
-        ends, (state,) = time.monotonic() + 20, streams.states
-        while state.num_decoded <= room and time.monotonic() < ends:
-            time.sleep(0.01)
+        (state,) = streams.states
+        wait_until(lambda: state.num_decoded > room, seconds=20)
         time.sleep(0.1)
         assert (state.num_decoded, len(state.queue)) == (room + 1, room)  # the last waits for room
         assert [frame.number for _, frame in streams.take(room)] == [*range(room)]
@@ -683,9 +676,7 @@ def test_frames_of_many_short_files_wait_no_more_than_those_of_long_ones(tmp_pat
         write_video(tmp_path / f"{number:02}.mp4", digit_frames(per_digit=1))
     config = AnalyzeConfig(sources=(str(tmp_path),), queue_frames=2)  # so that 8 of a file may wait
     with Streams(find_videos(config.sources), config, 1, lambda *_, **__: None) as streams:
-        ends = time.monotonic() + 20
-        while sum(state.num_decoded for state in streams.states) < 9 and time.monotonic() < ends:
-            time.sleep(0.01)
+        wait_until(lambda: sum(state.num_decoded for state in streams.states) >= 9, seconds=20)
         time.sleep(0.5)
         assert [state.num_decoded for state in streams.states] == [4, 4, 1, *9 * [0]]  # the last waits for room
         taken = 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.registered import run_python
+from tests.processes import run_python
 
 # Sends itself a signal in the middle of an import.
 INTERRUPTED_IMPORT = """

@@ -1,9 +1,7 @@
 """`enginery submit` and `enginery watch` against a server that answers in the models of KFP's OpenAPI."""
 
-import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 
 from enginery.cluster import server
 from tests.pipelines.running import CLUSTER_YAML, compiled
+from tests.processes import start_python
 from tests.unit.cluster.conftest import Submit
 from tests.unit.cluster.kfp_api import RUN_ID, SCHEDULE_ID, Cluster
 
@@ -241,10 +240,10 @@ def test_a_failed_gate_has_its_own_exit_code(
 
 def test_ctrl_c_leaves_the_run_and_says_how_to_come_back(cluster: Cluster, tmp_path: Path) -> None:
     cluster.states = ["RUNNING"]
-    command = [sys.executable, "-m", "enginery.cli.main", "submit", "resnet50", "--endpoint", cluster.endpoint]
-    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONUNBUFFERED": "1"}
-    options = (*FOLLOWED, "--namespace", "mine")
-    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, env=environment) as process:
+    words = ("submit", "resnet50", "--endpoint", cluster.endpoint, *FOLLOWED, "--namespace", "mine")
+    written = {"stdout": subprocess.PIPE, "stderr": None}
+    environment = {"HOME": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    with start_python("-m", "enginery.cli.main", *words, env=environment, **written) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("state       running"):

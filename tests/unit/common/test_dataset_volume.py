@@ -17,8 +17,8 @@ from components.preprocess import packing
 from components.preprocess.__main__ import STEP as PREPROCESS
 from components.train.__main__ import STEP as TRAIN
 from tests.conftest import ThisProcess
+from tests.processes import run_python
 from tests.unit.refusals import refuses
-from tests.unit.registered import run_python
 
 
 def step(name: str, output: Path, volume: Path, *options: str) -> subprocess.CompletedProcess[str]:

@@ -18,8 +18,8 @@ from components.merge.config import MergeConfig
 from components.preprocess.config import PreprocessConfig
 from enginery.cli.commands import cli
 from enginery.formats import new_console
+from tests.processes import ROOT, run_python
 from tests.unit.refusals import refuses
-from tests.unit.registered import ROOT, run_python
 
 ATTACK = "cat\x1b]0;owned\x07\x1b[2J\u202e\u200b\u3164"
 SECRET = "AKIA0123456789SECRET"

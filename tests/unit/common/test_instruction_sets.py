@@ -14,9 +14,9 @@ from components.common.contracts.instruction_sets import SATURATING, VARIABLE, a
 from components.common.contracts.records import CpuModel
 from components.common.runtimes.selection import fit_model, not_measured_here
 from components.export.qdq import Arithmetic, insert_qdq
+from tests.processes import run_python
 
 from ..networks import onnx_model
-from ..registered import run_python
 
 WAYS = {
     "signed": Arithmetic(),

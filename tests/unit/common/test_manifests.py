@@ -27,9 +27,10 @@ from components.common.contracts.transforms import transform_for
 from components.export.sources import check_model
 from components.promote.config import PromoteConfig
 from components.train.config import TrainConfig
+from tests.processes import run_python
 from tests.steps import step
 from tests.unit.refusals import refuses
-from tests.unit.registered import make_chain, run_python
+from tests.unit.registered import make_chain
 
 FIELDS = {"registered_model": "m", "version": "1", "alias": "a", "bundle_digest": "b", "verdict_digest": "v"}
 SPEC = transform_for(32, resize_ratio=1.0)

@@ -18,7 +18,7 @@ from components.common.process.gpu_monitor import GpuMonitor, GpuReading, monito
 from components.common.process.partial_output import lock_output
 from components.common.process.steplog import EVENTS_VARIABLE, StepLog
 from enginery.local.rendering import Renderer
-from tests.unit.registered import run_python
+from tests.processes import run_python
 
 POWER_W = 350.0
 STEP_S = 0.05

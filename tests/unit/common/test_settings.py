@@ -52,9 +52,8 @@ CONFIGS: dict[str, type[BaseModel]] = {"preprocess": PreprocessConfig, "train": 
     ],
 )
 def test_what_is_refused_and_what_is_allowed(step: str, values: dict[str, Any], setting: str, allowed: str) -> None:
-    with refuses("invalid-setting", setting) as refused:
+    with refuses("invalid-setting", setting, says=allowed):
         resolve(CONFIGS[step], step, values)
-    assert allowed in str(refused.value)
 
 
 def test_all_problems_come_at_once_and_later_layers_win() -> None:

@@ -4,8 +4,6 @@ import errno
 import hashlib
 import io
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,11 +20,11 @@ from enginery.datasets.digits import write_digits
 from enginery.datasets.phrases import write_phrases
 from enginery.datasets.shapes import write_shapes
 from enginery.datasets.textures import FAMILIES, TRAITS, class_traits, texture_image, texture_jpeg, write_textures
+from tests.processes import start_python
 from tests.unit.refusals import refuses
 from tests.unit.registered import enginery
 from tests.waiting import wait_until
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 SMALL: dict[str, Any] = {"num_classes": 3, "num_train": 10, "num_val": 4, "image_size": 32, "num_workers": 1}
 
 
@@ -141,7 +139,7 @@ def test_a_killed_run_takes_its_workers_along_and_is_continued(tmp_path: Path) -
         "from enginery.datasets.textures import write_textures\n"
         f"if __name__ == '__main__':\n    write_textures(Path({str(directory)!r}), **{arguments!r})\n"
     )
-    process = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    process = start_python(script, stderr=None)
     wait_until(lambda: list(directory.glob("train/*/*.jpg")), process=process)
     process.kill()
     process.wait()

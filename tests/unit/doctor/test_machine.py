@@ -20,9 +20,10 @@ from enginery.doctor.checks import Diagnosis, Planned, absent, missing, ok
 from enginery.doctor.gpu import GpuChecks, NvidiaGpu, Nvml, driver_number, supported
 from enginery.doctor.probes import ProbeError, Probes
 from enginery.pins import required, tensorrt_of_images
+from tests.processes import run_python
 from tests.serving import Served, serving
 from tests.unit.measurements import engine_entry
-from tests.unit.registered import make_chain, run_python
+from tests.unit.registered import make_chain
 
 GPU = NvidiaGpu("NVIDIA H100", 80 * 10**9, (9, 0))
 PINNED = tensorrt_of_images()

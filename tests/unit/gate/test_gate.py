@@ -22,9 +22,9 @@ from components.gate.run import run
 from components.validate.config import ValidateConfig
 from enginery.local.rendering import _print_recommendation
 from enginery.local.summary import SummaryBuilder
+from tests.processes import run_python
 from tests.unit.measurements import accuracy_report, accuracy_row, compared_row, speeds
 from tests.unit.refusals import refuses
-from tests.unit.registered import run_python
 
 GPU = {"fp32": 1000.0, "fp16": 3000.0, "int8": 4000.0}
 

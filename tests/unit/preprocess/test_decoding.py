@@ -20,8 +20,8 @@ from components.common.runtimes.runner import to_numpy
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.decoding import Rejected, as_png, decode, shrink
 from tests.conftest import preprocess
+from tests.processes import ROOT, run_python
 from tests.unit.refusals import refuses
-from tests.unit.registered import ROOT, run_python
 
 from .builders import gradient, listing, plain, rejected, write_tree
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,19 +17,16 @@ import pytest
 from components.common.contracts.manifests import MANIFEST, PARTIAL_OUTPUT, DatasetManifest, load
 from components.common.process.partial_output import EARLIER_VARIABLE
 from tests.conftest import preprocess
+from tests.processes import start_python
 from tests.unit.refusals import refuses
 from tests.waiting import wait_until
 
 from .builders import SHARD_BYTES, write_tree
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-
 
 def start(data: Path, output: Path, num_workers: int = 1) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "components.preprocess", "--data", str(data), "--output", str(output)]
-    command += ["--num-workers", str(num_workers), "--shard-bytes", str(SHARD_BYTES)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    words = ("--data", data, "--output", output, "--num-workers", num_workers, "--shard-bytes", SHARD_BYTES)
+    return start_python("-m", "components.preprocess", *words, start_new_session=True)
 
 
 def kill_after(num_done: int, data: Path, output: Path) -> set[str]:
@@ -147,9 +143,7 @@ def packing(data: Path, output: Path) -> Iterator[tuple["subprocess.Popen[str]",
     """preprocess as a person starts it, with its processes, once its workers write."""
     step, processes = start(data, output, num_workers=2), []
     try:
-        while len(list(output.glob("*.tar"))) < 2:
-            assert step.poll() is None, "the step ended before it packed"
-            time.sleep(0.01)
+        wait_until(lambda: len(list(output.glob("*.tar"))) >= 2, process=step)
         processes += psutil.Process(step.pid).children(recursive=True)
         yield step, processes
     finally:

@@ -13,18 +13,18 @@ import pytest
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.packing import ShardTask, write_shard
 from tests.conftest import preprocess
+from tests.processes import ROOT
 from tests.unit.refusals import refuses
 
 from .builders import find, write_tree
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 DATA, NAMES = "data", "preprocess.class_names_file"
 
 
 def start(*arguments: str, prefix: tuple[str, ...] = ()) -> tuple[int, str]:
     """Exit code and message of `python -m components.preprocess`, which must be one line."""
     command = [*prefix, sys.executable, "-m", "components.preprocess", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd="/")
     assert "Traceback" not in done.stdout + done.stderr
     assert done.stdout == ""

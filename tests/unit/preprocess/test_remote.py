@@ -250,9 +250,8 @@ def test_a_table_of_a_web_server(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("name", ["x.tar", "x.zip", "t.csv"])
 def test_what_a_web_server_answers(tmp_path: Path, name: str, status: int, code: str) -> None:
-    with serving(tmp_path, status=status) as uri, refuses(code) as caught:
+    with serving(tmp_path, status=status) as uri, refuses(code, says=f"{uri}/{name}") as caught:
         find(f"{uri}/{name}", tmp_path / "scratch")
-    assert f"{uri}/{name}" in str(caught.value)
     assert ("NETRC" in str(caught.value)) == (code == "no-permission")
     with refuses("unreadable-uri"):  # the server is gone
         find(f"{uri}/{name}", tmp_path / "scratch")
@@ -331,9 +330,8 @@ def test_a_store_without_anything(tmp_path: Path, store: Store, name: str) -> No
     ],
 )
 def test_uris_that_cannot_be_used(uri: str, code: str, message: str) -> None:
-    with refuses(code, "data") as caught:
+    with refuses(code, "data", says=message) as caught:
         check_data_folder(uri)
-    assert message in str(caught.value)
     assert "secret" not in str(caught.value)
 
 
@@ -401,9 +399,8 @@ def test_a_redirect_into_the_inner_network_is_not_followed(tmp_path: Path, name:
 def test_no_message_shows_class_names_that_were_fetched(tmp_path: Path) -> None:
     write_shard(tmp_path / "up/train-0.tar", shard(["0", "1", "0", "1"]))
     (tmp_path / "up/classes.txt").write_text("AKIA0123\nAKIA0123\n")
-    with refuses("duplicate-class-names") as here:
+    with refuses("duplicate-class-names", says="AKIA0123"):
         find(tmp_path / "up")
-    assert "AKIA0123" in str(here.value)
     with serving(tmp_path / "up") as uri, refuses("duplicate-class-names") as caught:
         find(f"{uri}/train-0.tar", tmp_path / "scratch")
     assert "AKIA" not in str(caught.value)

@@ -25,7 +25,8 @@ from enginery.release.oci import read_address
 from enginery.release.writing import write_release
 from tests.oci_registry import BASIC, PASSWORD, TOKEN, Registry, digest_of, oci_registry
 from tests.pipelines.servers import free_port, started
-from tests.unit.registered import Machine, enginery, files, refuses, run_python
+from tests.processes import run_python
+from tests.unit.registered import Machine, enginery, files, refuses
 
 _TITLE = "org.opencontainers.image.title"
 

@@ -13,7 +13,8 @@ import requests
 from mlflow import MlflowClient
 
 from tests.pipelines.servers import free_port, server, started
-from tests.unit.registered import NAME, enginery, promote_chain, refuses, run_python
+from tests.processes import run_python
+from tests.unit.registered import NAME, enginery, promote_chain, refuses
 
 
 @pytest.fixture

@@ -17,8 +17,9 @@ from components.gate.config import GateConfig
 from components.gate.run import run as gate
 from enginery.release.verify import PublicKey, public_key, verify, write_sums
 from enginery.release.writing import write_release
+from tests.processes import run_python
 from tests.unit.conftest import LENIENT, Proved
-from tests.unit.registered import enginery, refuses, reseal, run_python, write_keys
+from tests.unit.registered import enginery, refuses, reseal, write_keys
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,8 @@
 
 import io
 import json
-import os
 import struct
 import subprocess
-import sys
 import tarfile
 import urllib.error
 import urllib.request
@@ -28,9 +26,9 @@ from enginery.serving.installation import find_triton, triton_folder
 from enginery.serving.repository import RepositoryConfig, write_repository
 from enginery.serving.sources import ModelSource
 from tests.pipelines.servers import free_port
+from tests.processes import start_python
 from tests.waiting import wait_until
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 NAME = "digits"
 
 
@@ -108,14 +106,10 @@ def start_serving(source: Path | str, folder: Path, *options: str, **environment
     ports = [free_port() for _ in range(3)]
     names = ("--http-port", "--grpc-port", "--metrics-port")
     log = folder / "serve.log"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "enginery.cli.main", "serve", str(source), *options]
-        + [text for name, port in zip(names, ports, strict=True) for text in (name, str(port))],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "ENGINERY_HOME": str(folder / "home"), **environment},
-        stdout=log.open("w"),
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    words = ("serve", source, *options, *(word for pair in zip(names, ports, strict=True) for word in pair))
+    variables = {"ENGINERY_HOME": str(folder / "home"), **environment}
+    written = {"stdout": log.open("w"), "stderr": subprocess.STDOUT}
+    process = start_python("-m", "enginery.cli.main", *words, env=variables, **written)
     return Running(process=process, http=ports[0], grpc=ports[1], metrics=ports[2], log=log)
 
 

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import socket
-import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +29,7 @@ from enginery.serving.repository import RepositoryConfig, write_repository
 from enginery.serving.server import Ports, Server
 from tests.pipelines.servers import free_port
 from tests.unit.registered import enginery, refuses, write_keys
+from tests.waiting import wait_until
 
 from .conftest import (
     NAME,
@@ -271,9 +271,8 @@ def test_a_signed_repository_that_is_changed_while_it_is_served(triton, source, 
     (tmp_path / "foreign.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
     running = start_serving(folder, tmp_path, **policy)
     try:
-        while not list(tmp_path.glob("home/serve/*/models")):  # where what was checked gets its name
-            assert running.process.poll() is None, running.log.read_text()
-            time.sleep(0.01)
+        # Where what was checked gets its name.
+        wait_until(lambda: list(tmp_path.glob("home/serve/*/models")), running.log.read_text, process=running.process)
         for file in folder.rglob("model.py"):
             file.unlink()
             file.symlink_to(tmp_path / "foreign.py")

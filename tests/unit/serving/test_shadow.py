@@ -7,7 +7,6 @@ import os
 import signal
 import stat
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,9 +28,10 @@ from enginery.serving.server import Ports, Server, shadow_socket
 from enginery.serving.shadow import SampleListener
 from enginery.serving.shadow_record import read_record
 from tests.pipelines.servers import free_port
+from tests.processes import start_python
 from tests.unit.registered import enginery, files, refuses, write_keys
 
-from .conftest import NAME, REPOSITORY, Answer, Running, encoded, suspended
+from .conftest import NAME, Answer, Running, encoded, suspended
 
 SWAPPED = {"3": "8", "8": "3"}
 NO_METRICS = "http://127.0.0.1:1/metrics"
@@ -75,14 +75,9 @@ IN_PROCESS = ("--priority", "normal", "--requests", "20", "--minutes", "5")
 
 
 def start_shadow(home: Path, challenger: Path, *options: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        # Beside other tests an idle process would never get to its turn.
-        [sys.executable, "-m", "enginery.cli.main", "shadow", str(challenger), "--priority=normal", *map(str, options)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "ENGINERY_HOME": str(home)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    # Beside other tests an idle process would never get to its turn.
+    words = ("-m", "enginery.cli.main", "shadow", challenger, "--priority=normal", *options)
+    return start_python(*words, env={"ENGINERY_HOME": str(home)}, stdout=subprocess.PIPE)
 
 
 def wait_until_said(process: subprocess.Popen[str], start: str) -> None:

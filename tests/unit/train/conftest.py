@@ -18,8 +18,7 @@ from components.train.config import TrainConfig
 from components.train.run import run
 from tests.conftest import Preprocess, Shared, copy_digits
 from tests.pipelines.servers import free_port
-
-REPOSITORY = Path(__file__).resolve().parents[3]
+from tests.processes import ROOT
 
 # Of a training with 6 steps in each of 3 epochs.
 SETTINGS: dict[str, Any] = {
@@ -99,7 +98,7 @@ def as_rank_0_of_two(
     """This process is rank 0 meanwhile, in the environment that torchrun makes, and `command` is rank 1."""
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     world |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    own = {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "PATH": "", **variables}
+    own = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "PATH": "", **variables}
     with monkeypatch.context() as patch:
         for name, value in {**world, "RANK": "0", "LOCAL_RANK": "0"}.items():
             patch.setenv(name, value)

@@ -8,7 +8,6 @@ import os
 import signal
 import sqlite3
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,9 +36,10 @@ from components.train.train_job import (
     train_job,
 )
 from tests.helm.test_security import violations
+from tests.processes import run_python, start_python
 from tests.serving import serving
 from tests.unit.refusals import refuses
-from tests.unit.train.trainer_cluster import NAMESPACE, POD, REPOSITORY, Node, TrainerCluster, check_train_job
+from tests.unit.train.trainer_cluster import NAMESPACE, POD, Node, TrainerCluster, check_train_job
 from tests.waiting import wait_until
 
 from .conftest import config
@@ -137,11 +137,10 @@ def test_two_nodes_train_one_checkpoint_and_log_into_the_steps_run(
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
     cluster.env = [{"name": "MLFLOW_TRACKING_URI", "value": store}, {"name": "OTHER", "value": "x"}]
     variables = {JOB_VARIABLE: request_for(tmp_path).model_dump_json(), "MLFLOW_TRACKING_URI": store}
-    command = [sys.executable, "-m", "components.train", "--dataset", str(tiny_dataset.path)]
-    command += ["--output", str(tmp_path / "out"), "--architecture", "squeezenet1_1", "--epochs", "1"]
-    command += ["--image-size", "32", "--global-batch-size", "16", "--warmup-fraction", "0"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=480)
+    words = ["-m", "components.train", "--dataset", tiny_dataset.path, "--output", tmp_path / "out"]
+    words += ["--architecture", "squeezenet1_1", "--epochs", "1", "--image-size", "32"]
+    words += ["--global-batch-size", "16", "--warmup-fraction", "0"]
+    done = run_python(*words, CUDA_VISIBLE_DEVICES="", **variables)
     assert done.returncode == 0, done.stderr
     assert "2 processes on 2 machines, 8 images each" in done.stderr  # what node 0 printed
     assert "after 1 epochs on 2 nodes" in done.stderr
@@ -274,15 +273,9 @@ def test_sigterm_removes_the_job_and_ends_with_75(
     cluster: TrainerCluster, tiny_dataset: Artifact[DatasetManifest], tmp_path: Path
 ) -> None:
     cluster.is_stuck = True
-    command = [sys.executable, "-m", "components.train", "--dataset", str(tiny_dataset.path)]
     variables = {JOB_VARIABLE: request_for(tmp_path).model_dump_json(), "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(
-        [*command, "--output", str(tmp_path / "out")],
-        cwd=REPOSITORY,
-        env={**os.environ, **variables},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words = ("-m", "components.train", "--dataset", tiny_dataset.path, "--output", tmp_path / "out")
+    process = start_python(*words, env=variables)
     too_late = threading.Timer(120, process.kill)
     too_late.start()
     assert process.stderr is not None

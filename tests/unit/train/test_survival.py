@@ -6,7 +6,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,10 @@ from components.common.contracts.manifests import (
 )
 from components.train.checkpointing import WEIGHTS
 from tests.pipelines.servers import free_port
+from tests.processes import start_python
+from tests.waiting import wait_until
 
-from .conftest import REPOSITORY, SETTINGS
+from .conftest import SETTINGS
 
 TIMEOUT_S = 180
 
@@ -43,11 +44,9 @@ class Place:
         self.config.write_text(yaml.safe_dump({**settings, "checkpoint_minutes": 0.003}))
 
     def start(self, *torchrun: str, stdout: int = subprocess.DEVNULL, **variables: str) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", **variables}
-        pipes = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
-        command = [sys.executable, *torchrun, "-m", "components.train", "--dataset", str(self.dataset)]
-        command += ["--output", str(self.output), "--config", str(self.config)]
-        return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+        options = {"env": {"CUDA_VISIBLE_DEVICES": "", **variables}, "stdout": stdout, "start_new_session": True}
+        words = ("--dataset", self.dataset, "--output", self.output, "--config", self.config)
+        return start_python(*torchrun, "-m", "components.train", *words, **options)
 
     def finish(self) -> str:
         process = self.start()
@@ -63,11 +62,7 @@ class Place:
         )
 
     def wait_for_step(self, process: subprocess.Popen[str], number: int) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not any(step >= number for step in self.steps()):
-            assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: max(self.steps(), default=0) >= number, lambda: process.communicate()[1], process=process)
 
     def weights(self) -> str:
         manifest = load(self.output, CheckpointManifest, verify=(WEIGHTS,)).manifest

@@ -22,9 +22,9 @@ from urllib.parse import parse_qs, urlsplit
 from components.train.train_job import INDEX_LABEL, JOBSET_LABEL
 from tests.kubernetes_api import write_kubeconfig
 from tests.pipelines.servers import free_port
+from tests.processes import ROOT
 from tests.serving import Served
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 NAMESPACE, POD = "team-vision", "resnet50-x7k2p-system-container-impl-42"
 _JOBS = f"/apis/trainer.kubeflow.org/v1alpha1/namespaces/{NAMESPACE}/trainjobs"
 _PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
@@ -133,7 +133,7 @@ class TrainerCluster(Served):
             "PET_MASTER_PORT": str(free_port()),
         }
         own = {entry["name"]: entry["value"] for entry in spec["env"] if "value" in entry}
-        basic = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
+        basic = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
         basic |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_GLOO_LAZY_INIT": "0"}
         python = spec["command"].index("python")
         nodes = []

@@ -2,8 +2,6 @@
 
 import io
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,9 +35,10 @@ from components.validate.speed import (
 from components.validate.speed_text import main_table
 from enginery.formats import new_console
 from enginery.local.rendering import print_summary
+from tests.processes import run_python
 from tests.unit.measurements import accuracy_report, accuracy_row, benchmark_row, power_monitor
 from tests.unit.refusals import refuses
-from tests.unit.registered import constant_model, run_python
+from tests.unit.registered import constant_model
 
 SHAPES = ShapeSpec(height=16, width=16, opt_batch=4, max_batch=8)
 TIMES = {"warmup_s": 0.0, "duration_s": 0.02, "min_iterations": 5}
@@ -242,7 +241,7 @@ def test_the_work_of_another_process_is_seen() -> None:
     monitor = CpuMonitor(other)
     code = "import time\nwhile time.process_time() < 0.5: pass"
     monitor.start()
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert run_python("-c", code).returncode == 0
     monitor.stop()
     assert other.calls == ["start", "stop"]
     assert monitor.others_s > 0.4  # the kernel counts in hundredths
