@@ -111,18 +111,15 @@ def _versions(summary: RunSummary) -> dict[str, str]:
 
 
 def _warnings(runs: Sequence[ComparedRun], splits: Sequence[str]) -> list[str]:
-    measured = [(run, split) for run, split in zip(runs, splits, strict=True) if run.rows]
     unit = joined_units(runs)
     warnings = [f"{run.label} ended as {run.status} before anything was measured" for run in runs if not run.rows]
     groups: dict[str, list[str]] = {}
-    for run, split in measured:
-        if split:
+    for run, split in zip(runs, splits, strict=True):
+        if run.rows:
             groups.setdefault(split, []).append(run.label)
     if len(groups) > 1:
         text = " and ".join("/".join(names) for names in groups.values())
         warnings.append(f"the validation {unit} differ between {text}: their scores can't be compared")
-    if unknown := [run.label for run, split in measured if not split]:
-        warnings.append(f"the validation {unit} of {', '.join(unknown)} are not known")
     for precision in PRECISIONS:
         rows = [run.rows[precision] for run in runs if precision in run.rows]
         devices = {row.device for row in rows if row.device}

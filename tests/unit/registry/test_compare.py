@@ -88,12 +88,6 @@ def test_only_what_differs_is_shown_and_other_validation_images_are_warned_of(ho
     assert result.warnings == ("the validation images differ between A/B and C: their scores can't be compared",)
 
 
-def test_a_summary_without_digests_is_warned_of(home: Path) -> None:
-    write(home, "old-20260104-120000-dddd", split_digest="")
-    unknown = compare([find_summary(name, home / "runs") for name in (FIRST, "old")])
-    assert unknown.warnings == ("the validation images of B are not known",)
-
-
 def test_other_devices_versions_and_failed_runs(tmp_path: Path) -> None:
     here = environment()
     there = here.model_copy(update={"versions": {**here.versions, "torch": "1.0"}})
