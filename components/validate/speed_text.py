@@ -76,7 +76,7 @@ def has_streams(report: Report) -> bool:
 
 def main_table(report: Report) -> SpeedTable:
     """Every precision and batch size, with the copies, one batch at a time."""
-    columns = (_BATCH, _images_per_s(report), _TOKENS, *_ratios(report.benchmark.rows), *_LATENCIES, *_POWER)
+    columns = (_BATCH, _images_per_s(report), _TOKENS, *_RATIOS, *_LATENCIES, *_POWER)
     return _table(report, report.benchmark.plain_rows, columns)
 
 
@@ -85,7 +85,7 @@ def further_table(report: Report) -> SpeedTable | None:
     rows = tuple(row for row in report.benchmark.rows if not row.is_plain)
     if not rows:
         return None
-    columns = (*_ways(rows), _images_per_s(report), *_ratios(rows), *_LATENCIES, *_POWER)
+    columns = (*_ways(rows), _images_per_s(report), *_RATIOS, *_LATENCIES, *_POWER)
     return _table(report, rows, columns)
 
 
@@ -136,22 +136,19 @@ def _table(report: Report, rows: Sequence[BenchmarkRow], columns: Sequence[_Colu
     )
 
 
-def _ratios(rows: Sequence[BenchmarkRow]) -> tuple[_Column, ...]:
-    return _over("fp32", rows), _over("fp16", rows)
-
-
-def _over(reference: Precision, rows: Sequence[BenchmarkRow]) -> _Column:
-    """The median speed-up and its bounds; of older reports the ratio of the medians."""
-    others = {row.way: row.images_per_s for row in rows if row.precision == reference}
+def _over(reference: Precision) -> _Column:
+    """The median speed-up and its bounds."""
 
     def show(row: BenchmarkRow) -> str:
-        if ratio := row.over.get(reference):
-            bounds = f"({number(ratio.low)} to {number(ratio.high)})"
-            return "unsure" if ratio.doubt else f"{number(ratio.median)} {TIMES} {bounds}"
-        is_old = not row.turns_images_per_s and reference == "fp32" and row.way in others
-        return f"{number(row.images_per_s / others[row.way])} {TIMES}" if is_old else ""
+        if (ratio := row.over.get(reference)) is None:
+            return ""
+        bounds = f"({number(ratio.low)} to {number(ratio.high)})"
+        return "unsure" if ratio.doubt else f"{number(ratio.median)} {TIMES} {bounds}"
 
     return f"over {reference.upper()}", show
+
+
+_RATIOS = (_over("fp32"), _over("fp16"))
 
 
 def _ms(value: float | None) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from components.common.contracts.records import (
+    PRECISIONS,
     AccuracyReport,
     AccuracyRow,
     BenchmarkReport,
@@ -14,6 +15,7 @@ from components.common.contracts.records import (
     EngineEntry,
     PairedComparison,
     Precision,
+    Speedup,
 )
 
 SIZE_BYTES = {"fp32": 108_000_000, "fp16": 48_000_000, "int8": 26_500_000}
@@ -67,8 +69,16 @@ def benchmark_row(precision: Precision, images_per_s: float, batch_size: int = 1
 
 
 def benchmark_report(*rows: BenchmarkRow) -> BenchmarkReport:
-    """Of the same bundle as `accuracy_report`."""
-    return BenchmarkReport(bundle_digest="sha256:b", rows=rows)
+    """Of the same bundle as `accuracy_report`. A row without speed-ups has those of the rates."""
+
+    def over(row: BenchmarkRow) -> dict[Precision, Speedup]:
+        wider = PRECISIONS[: PRECISIONS.index(row.precision)]
+        others = {other.precision: other.images_per_s for other in rows if other.way == row.way}
+        ratios = {name: row.images_per_s / others[name] for name in wider if name in others}
+        return {name: Speedup(median=ratio, low=ratio, high=ratio) for name, ratio in ratios.items()}
+
+    known = tuple(row.model_copy(update={"over": row.over or over(row)}) for row in rows)
+    return BenchmarkReport(bundle_digest="sha256:b", rows=known)
 
 
 def speeds(images_per_s: Mapping[Precision, float], **fields: Any) -> BenchmarkReport:

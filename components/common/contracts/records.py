@@ -35,10 +35,8 @@ RENAMED = {
     "max_top1_drop_points": "max_drop_points",
     "min_relative_top1_pct": "min_relative_score_pct",
     "min_top1_pct": "min_score_pct",
-    "target_top1_pct": "target_score_pct",
     "fp32_top1_pct": "fp32_score_pct",
     "champion_top1_pct": "champion_score_pct",
-    "top1_distinct_pct": "distinct_score_pct",
     "delta_top1_points": "delta_points",
     "num_gained": "num_improved",
     "num_lost": "num_regressed",
@@ -629,19 +627,17 @@ class BenchmarkRow(Record):
     tokens_per_s: float | None = Field(
         None, description="Tokens of the translations, with their ends, at images_per_s; None but for translation."
     )
-    turns_images_per_s: tuple[float, ...] = Field((), description="Of each turn, in order; empty in older reports.")
-    lowest_images_per_s: float | None = Field(None, description="Of the turns; None in reports up to version 0.1.")
+    turns_images_per_s: tuple[float, ...] = Field((), description="Of each turn, in order.")
+    lowest_images_per_s: float | None = Field(None, description="Of the turns.")
     highest_images_per_s: float | None = None
-    over: dict[Precision, Speedup] = Field(
-        {}, description="Speed-up over other precisions measured the same way; empty in older reports."
-    )
+    over: dict[Precision, Speedup] = Field({}, description="Speed-up over wider precisions measured the same way.")
     others_pct: float | None = Field(
         None, description="Share of the cores' time that other processes took while measuring."
     )
     steal_pct: float | None = Field(
         None, description="Share of the cores' time that the host gave to others (steal) while measuring."
     )
-    mean_ms: float | None = Field(None, description="Mean latency of a batch; None in reports up to version 0.1.")
+    mean_ms: float | None = Field(None, description="Mean latency of a batch.")
     p50_ms: float = Field(description="Median latency of all batches of all turns; the other percentiles likewise.")
     p90_ms: float
     p95_ms: float | None = None
@@ -744,20 +740,9 @@ class BenchmarkReport(Record):
         return None if row.busy or any(ratio.doubt for ratio in ratios) else row.images_per_s
 
     def speedup(self, precision: str, reference: Precision, batch_size: int) -> Speedup | None:
-        """Throughput over another precision's at a batch size, or None where either was not measured.
-
-        Reports without turns have medians alone, and at best the extremes of both precisions.
-        """
-        own, other = self.row(precision, batch_size), self.row(reference, batch_size)
-        if own is None or other is None:
-            return None
-        if reference in own.over:
-            return own.over[reference]
-        return Speedup(
-            median=own.images_per_s / other.images_per_s,
-            low=(own.lowest_images_per_s or own.images_per_s) / (other.highest_images_per_s or other.images_per_s),
-            high=(own.highest_images_per_s or own.images_per_s) / (other.lowest_images_per_s or other.images_per_s),
-        )
+        """Throughput over another precision's at a batch size, or None where either was not measured."""
+        own = self.row(precision, batch_size)
+        return own.over.get(reference) if own is not None else None
 
 
 def measures(accuracy: AccuracyReport, benchmark: BenchmarkReport) -> dict[str, float]:

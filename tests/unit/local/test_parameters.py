@@ -60,10 +60,10 @@ def arguments(tmp_path: Path) -> Arguments:
             {"train": {"weight_decay": 1e-4, "momentum": 0.8}, "gate": {"min_speedup": 1.5}},
         ),
         (
-            "max_top1_drop_points: 2\ntrain:\n  target_top1_pct: 70\n",  # names of earlier versions
+            "max_top1_drop_points: 2\n",  # names of earlier versions
             ["gate.min_top1_pct=50"],
             {},
-            {"max_drop_points": 2.0, "train": {"target_score_pct": 70}, "gate": {"min_score_pct": 50}},
+            {"max_drop_points": 2.0, "gate": {"min_score_pct": 50}},
         ),
         ("", [], {}, {"latency_budget": ""}),
         ("", [], {"latency_budget": "7 ms"}, {"latency_budget": "7ms"}),  # one setting, however it is typed

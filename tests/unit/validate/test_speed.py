@@ -184,16 +184,6 @@ def test_rows_of_real_runners(model: Path) -> None:
     assert report.plain_rows == rows[:4]
 
 
-def test_rows_of_older_reports_are_read() -> None:
-    old = {"runtime": "openvino", "batch_size": 1, "p50_ms": 1.0, "p90_ms": 2.0, "p99_ms": 3.0, "num_iterations": 7}
-    rows = [{**old, "precision": "int8", "images_per_s": 9.0}, {**old, "precision": "fp32", "images_per_s": 6}]
-    report = BenchmarkReport.model_validate({"bundle_digest": "b", "rows": rows})
-    assert report.latency_budget is None
-    assert report.plain_rows == report.rows
-    assert report.speedup("int8", "fp32", 1) == Speedup(median=1.5, low=1.5, high=1.5)
-    assert report.speedup("int8", "fp32", 2) is None
-
-
 FP32_TURNS = (500.0, 498.0, 503.0, 490.0, 510.0)
 DRIFT = (1.0, 0.8, 0.6, 0.5, 0.4)  # both at the same time
 
