@@ -145,7 +145,7 @@ def _measure(
         own_seconds = time.perf_counter() - started
         bundle = load(Path(folder, "bundle"), BundleManifest)
         record = bundle.manifest
-        own = fit_model(record.int8_on_cpus)
+        own = fit_model(record.cpu_models)
         files = {"fp32": bundle.file("fp32.onnx"), "int8": bundle.file(own.file)}
         samples = dict(
             zip(("calibration", "selection"), split_samples(config, data, record.transform, None), strict=True)

@@ -100,7 +100,7 @@ def instruction_sets() -> Finding:
 
 def int8_files(bundle: BundleManifest) -> Finding:
     """Check how each INT8 file of a bundle for CPUs is written, where its sums saturate, and which one is fit here."""
-    files = bundle.int8_on_cpus
+    files = bundle.cpu_models
     text = "; ".join(
         f"{file.file} ({file.arithmetic}) saturates on {', '.join(file.saturates_on) or 'no CPU'}" for file in files
     )

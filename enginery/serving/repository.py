@@ -375,7 +375,7 @@ class _AnyWriter:
         self.bundle = source.bundle.manifest
         self.names = ModelNames(ensemble=name)
         folder = f"{self.names.ensemble if self.bundle.text is not None else self.names.network}/{VERSION}"
-        on_cpus = self.bundle.int8_on_cpus if source.precision == "int8" else ()
+        on_cpus = self.bundle.cpu_models if source.precision == "int8" else ()
         self.cpu_models = tuple(model.model_copy(update={"file": f"{folder}/{model.file}"}) for model in on_cpus)
         self.cpu_model = "" if on_cpus else f"{folder}/{self.bundle.models[source.precision]}"
 

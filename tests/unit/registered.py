@@ -165,7 +165,6 @@ def make_chain(
         (paths["bundle"] / "int8.onnx").write_bytes(f"the model of {folder.name}".encode())
     else:
         (paths["bundle"] / "int8.onnx").write_bytes(constant_model(favourite, len(classes)))
-        model["cpu_models"] = (CpuModel(file="int8.onnx", weight_bits=8, activations="signed", saturates_on=()),)
     for file in planned:
         (paths["bundle"] / file).write_bytes(b"a plan")
     side = 32 if favourite is None else SIDE
@@ -179,6 +178,7 @@ def make_chain(
         transform=transform_for(side, resize_ratio=1.0),
         shapes=ShapeSpec(height=side, width=side),
         models={"int8": "int8.onnx"},
+        cpu_models=(CpuModel(file="int8.onnx", weight_bits=8, activations="signed", saturates_on=()),),
         engines=tuple(engine_entry(file=file) for file in planned),
         calibration=CalibrationEntry(method="max", num_images=1, split="train", seconds=0),
         num_quantized_layers=1,

@@ -16,7 +16,6 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from components.common.contracts.digests import canonical_json, digest_bytes, digest_file, digest_json
 from components.common.contracts.environment import Environment, environment
 from components.common.contracts.errors import EngineryError, UserError
-from components.common.contracts.instruction_sets import SATURATING
 from components.common.contracts.records import (
     AccuracyReport,
     Batching,
@@ -203,7 +202,7 @@ class BundleManifest(OfNetwork):
     architecture: str
     classes: tuple[str, ...]
     models: dict[str, str] = Field(description="ONNX file by name: fp32, fp16, int8, int8_fp16.")
-    cpu_models: tuple[CpuModel, ...] = Field((), description="INT8 for CPUs; empty in bundles up to version 0.1.")
+    cpu_models: tuple[CpuModel, ...] = Field(min_length=1, description="INT8 for CPUs.")
     engines: tuple[EngineEntry, ...] = Field(description="TensorRT plans for the GPU that export ran on.")
     engines_missing: str = Field("", description="Why TensorRT plans are missing, all or some; empty when none is.")
     calibration: CalibrationEntry
@@ -228,13 +227,6 @@ class BundleManifest(OfNetwork):
             yield from (entry.file, entry.source_onnx)
             if entry.layers is not None:
                 yield entry.layers.file
-
-    @property
-    def int8_on_cpus(self) -> tuple[CpuModel, ...]:
-        """The files that INT8 can run from on a CPU; of an older bundle the one that TensorRT compiles."""
-        return self.cpu_models or (
-            CpuModel(file=self.models["int8"], weight_bits=8, activations="signed", saturates_on=SATURATING),
-        )
 
 
 class ReportManifest(Manifest):

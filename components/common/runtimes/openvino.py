@@ -39,7 +39,7 @@ def open_model(bundle: Artifact[BundleManifest], precision: Precision) -> OpenMo
     """
     file, notes = bundle.manifest.models[precision], []
     if precision == "int8":
-        model = fit_model(bundle.manifest.int8_on_cpus)
+        model = fit_model(bundle.manifest.cpu_models)
         arithmetic = (
             model.arithmetic if bundle.manifest.num_quantized_layers else "no layer in INT8, all compute in FP32"
         )

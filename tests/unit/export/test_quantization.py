@@ -214,7 +214,7 @@ def test_attention_scores_are_in_int8_where_that_is_faster(export, tmp_path, mon
     export_onnx(small_vit(), tmp_path / "own.onnx", ShapeSpec(height=32, width=32))
     bundle, _ = export(tmp_path / "own.onnx", calibration_method="max", fallback=False)
     assert {trial.scores for trial in bundle.manifest.calibration.cpu_trials} == {"float", "int8"}
-    chosen = fit_model(bundle.manifest.int8_on_cpus)
+    chosen = fit_model(bundle.manifest.cpu_models)
     assert chosen.scores == faster
     products = Graph(onnx.load(bundle.file("fp32.onnx")).graph).score_products()
     own, others = (dequantized_reads(onnx.load(bundle.file(file)), "MatMul") for file in (chosen.file, "int8.onnx"))
@@ -245,7 +245,7 @@ def test_the_file_for_cpus_is_the_one_that_openvino_runs_as_simulated(plain):
     """Weights of 7 bits without VNNI, of 8 bits with it: by measured logits, whatever CPU this is."""
     trials = plain.manifest.calibration.cpu_trials
     assert {trial.instruction_set for trial in trials} == {instruction_set()}
-    chosen = fit_model(plain.manifest.int8_on_cpus)
+    chosen = fit_model(plain.manifest.cpu_models)
     own = next(t for t in trials if Arithmetic.of(t) == Arithmetic.of(chosen))
     assert not own.saturates
     assert {trial.weight_bits for trial in trials} == ({7, 8} if instruction_set() in SATURATING else {8})

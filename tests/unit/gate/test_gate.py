@@ -56,7 +56,7 @@ def test_a_pass_says_what_was_measured_and_how_int8_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_layers: int, how: str
 ) -> None:
     model = CpuModel(file="int8_cpu_7bit.onnx", weight_bits=7, activations="unsigned", saturates_on=())
-    given = {"int8_on_cpus": (model,), "image_shapes": None, "num_quantized_layers": num_layers}
+    given = {"cpu_models": (model,), "image_shapes": None, "num_quantized_layers": num_layers}
     manifest = SimpleNamespace(models={"int8": "int8.onnx"}, **given)
     monkeypatch.setattr(openvino, "OpenVINORunner", lambda file, shapes: None)
     (note,) = openvino.open_model(SimpleNamespace(file=Path, manifest=manifest), "int8").notes  # type: ignore[arg-type]
