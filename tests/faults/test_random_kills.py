@@ -17,9 +17,7 @@ from typing import Any
 
 import psutil
 
-from components.common.contracts.digests import digest_file
-from components.common.contracts.manifests import MANIFEST
-from tests.pipelines.running import finish, query, start
+from tests.pipelines.running import check_artifacts, finish, query, start
 
 NUM_KILLS = int(os.environ.get("KILLS", "200"))
 WAYS = ("SIGKILL the run", "SIGKILL the step", "SIGTERM the run", "Ctrl-C")
@@ -47,16 +45,6 @@ def kill(process: "subprocess.Popen[str]", how: str) -> str:
     alive = psutil.wait_procs(family, timeout=15)[1]
     assert not alive, f"{how}: still running: {alive}"
     return how
-
-
-def check_artifacts(directories: Iterable[Path]) -> set[str]:
-    """Everything that has a manifest is whole, to the last byte. Returns the steps that are finished."""
-    finished = set()
-    for manifest in (found for directory in directories for found in directory.glob(f"artifacts/**/{MANIFEST}")):
-        for name, entry in json.loads(manifest.read_text())["files"].items():
-            assert digest_file(manifest.parent / name) == entry["digest"], manifest.parent / name
-        finished.add(manifest.parent.parent.name)
-    return finished
 
 
 def summaries(runs: Iterable[Path]) -> list[dict[str, Any]]:

@@ -1,9 +1,11 @@
 """Pipelines in tests: read, compiled, and the whole chain as a process of its own, as quick as it gets."""
 
 import functools
+import json
 import os
 import sqlite3
 import subprocess
+from collections.abc import Iterable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ import yaml
 from click.testing import CliRunner
 from PIL import Image
 
+from components.common.contracts.digests import digest_file
+from components.common.contracts.manifests import MANIFEST
 from enginery.cli.commands import cli
 from enginery.local.parameters import load_pipeline
 from tests.processes import ROOT, start_python
@@ -74,6 +78,16 @@ def finish(process: subprocess.Popen[str], seconds: float = 600) -> str:
     assert "Traceback" not in text
     assert "Exception ignored" not in text
     return text
+
+
+def check_artifacts(directories: Iterable[Path]) -> set[str]:
+    """Everything of some runs that has a manifest is whole, to the last byte. Returns the steps that are finished."""
+    finished = set()
+    for manifest in (found for directory in directories for found in directory.glob(f"artifacts/**/{MANIFEST}")):
+        for name, entry in json.loads(manifest.read_text())["files"].items():
+            assert digest_file(manifest.parent / name) == entry["digest"], manifest.parent / name
+        finished.add(manifest.parent.parent.name)
+    return finished
 
 
 def query(home: Path, text: str, timeout: float = 600) -> list[tuple[str, ...]] | None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from components.common.contracts.digests import digest_file
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import MANIFEST
 from components.common.process.disk import explain
@@ -20,7 +19,7 @@ from enginery.local.rendering import EventStream, RunLog
 from tests.unit.refusals import refuses
 
 from .conftest import OpenRecord
-from .running import STEPS, finish, hold_in, query, start
+from .running import STEPS, check_artifacts, finish, hold_in, query, start
 
 
 @contextmanager
@@ -91,9 +90,7 @@ def test_with_room_again_the_run_goes_on(disk: Path, few_digits: Path) -> None:
     assert process.returncode == 0, text
     for step in STEPS[:-1]:
         assert re.search(rf"^ *{step} reused ", text, re.MULTILINE), text
-    for manifest in disk.glob(f"home/runs/*/artifacts/**/{MANIFEST}"):
-        for name, entry in json.loads(manifest.read_text())["files"].items():
-            assert digest_file(manifest.parent / name) == entry["digest"]
+    check_artifacts(disk.glob("home/runs/*"))
 
 
 @pytest.mark.parametrize("state", ["no state yet", "with a store", "a little room"])
