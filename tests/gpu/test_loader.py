@@ -82,7 +82,7 @@ def test_degraded_images_are_those_of_the_cpu(pictures: Artifact[DatasetManifest
 def test_evaluation_gives_the_images_of_the_cpu(
     pictures: Artifact[DatasetManifest], interpolation: Any, hw_decoder_load: float
 ) -> None:
-    """The CPU's are torchvision's (tests/unit/common/test_loader.py), to the same tolerance."""
+    """The CPU's are torchvision's (tests/unit/common/data/test_loader.py), to the same tolerance."""
     spec = transform_for(160, resize_ratio=1.14, interpolation=interpolation)
     expected = Loader(pictures, "val", spec, batch_size=8)
     actual = Loader(pictures, "val", spec, batch_size=8, device_id=0, hw_decoder_load=hw_decoder_load)

@@ -178,7 +178,7 @@ def test_openvino_runs_the_same_file_in_int8(resnet18, tmp_path, weights):
     import openvino
 
     _, model, images, scales = resnet18
-    # Of 7 bits, so that no sum saturates whatever CPU this is; common/test_instruction_sets.py has the others.
+    # Of 7 bits, so that no sum saturates whatever CPU this is; contracts/test_instruction_sets.py has the others.
     quantized = insert_qdq(model, scales, weights=weights, arithmetic=Arithmetic(weight_bits=7))
     onnx.save(quantized, tmp_path / "int8.onnx")
     hints = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}

@@ -95,7 +95,7 @@ def test_defaults_are_the_pipelines_and_a_mapping_can_be_set(arguments: Argument
     assert expected.items() <= values["train"]["augmentation"].items()
 
 
-# Of all that a step's config refuses, one from each source: tests/unit/common/test_settings.py has the others.
+# Of all that a step's config refuses, one per source: tests/unit/common/contracts/test_settings.py has the others.
 INVALID = [
     ("--set train.weigth_decay=1", "train.weigth_decay", "did you mean train.weight_decay?"),
     ("train:\n  momentun: 1\n", "train.momentun", "did you mean train.momentum?"),

@@ -16,10 +16,9 @@ from components.common.runtimes.torch import TorchGraph, TorchRunner
 from components.export.placement import activation_tensors, node_id
 from components.export.precision import FP16_QDQ_OPSET, raise_opset, to_fp16
 from components.export.qdq import insert_qdq
+from tests.unit.networks import onnx_model, random_images, shapes_of
+from tests.unit.onnx_outputs import relative, run_ort, run_torch
 from tests.unit.refusals import refuses
-
-from ..networks import onnx_model, random_images, shapes_of
-from ..onnx_outputs import relative, run_ort, run_torch
 
 # Quick ones of different kinds; the others are for `make test-all`.
 NETWORKS = ["alexnet", "mobilenet_v3_small", "resnet18", "shufflenet_v2_x0_5"]

@@ -15,8 +15,7 @@ from components.common.contracts.records import CpuModel
 from components.common.runtimes.selection import fit_model, not_measured_here
 from components.export.qdq import Arithmetic, insert_qdq
 from tests.processes import run_python
-
-from ..networks import onnx_model
+from tests.unit.networks import onnx_model
 
 WAYS = {
     "signed": Arithmetic(),

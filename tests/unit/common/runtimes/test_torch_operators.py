@@ -10,10 +10,9 @@ from components.common.contracts.errors import EngineryError
 from components.common.runtimes.torch import TorchGraph, UnsupportedOperators
 from components.common.runtimes.torch_operators import fake_quantize
 from components.export.precision import FP16_QDQ_OPSET
+from tests.unit.networks import onnx_model
+from tests.unit.onnx_outputs import run_ort, run_torch
 from tests.unit.refusals import refuses
-
-from ..networks import onnx_model
-from ..onnx_outputs import run_ort, run_torch
 
 
 def operator_model(op_type, arrays, attributes, num_outputs=1, opset=17):
