@@ -48,17 +48,20 @@ from components.common.tasks.translation.gpu import room
 from components.common.tasks.translation.predictions import TextPredictions
 from components.common.tasks.translation.runners import (
     ENCODER,
-    ENCODER_INPUTS,
-    ENCODER_OUTPUTS,
-    STEP_INPUTS,
-    STEP_OUTPUTS,
     OpenVinoNetwork,
     Translator,
     advanced,
     batches_by_length,
     with_room,
 )
-from components.common.tasks.translation.search import Network, padded
+from components.common.tasks.translation.search import (
+    ENCODER_INPUTS,
+    ENCODER_OUTPUTS,
+    STEP_INPUTS,
+    STEP_OUTPUTS,
+    Network,
+    padded,
+)
 from components.common.tasks.translation.vocabulary import BOS, EOS, PAD, Vocabulary
 from components.export.calibration import RANGES, Histogram, compute_scale
 from components.export.config import TIMING_CACHES, ExportConfig

@@ -22,8 +22,7 @@ import yarl
 from pydantic import BaseModel, Field, ValidationError
 
 from components.common.contracts.digests import canonical_json, digest_bytes, digest_file
-from components.common.contracts.errors import EngineryError, UserError, without_secrets
-from components.common.data.places import AddressRefused
+from components.common.contracts.errors import AddressRefused, EngineryError, UserError, without_secrets
 from components.common.data.web import DOWNLOAD, open_session
 
 SCHEME = "oci://"

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import importlib.util
 import os
 import subprocess
@@ -69,8 +70,12 @@ def imports(path: Path) -> tuple[str, ...]:
     return tuple(_imports(path))
 
 
-def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def _imports(path: Path, *, for_types: bool = True) -> Iterator[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree) if not for_types else ():
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            node.body.clear()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -175,6 +180,19 @@ def test_no_floor_imports_one_above(floor: str) -> None:
         (path.name, name) for path in sources(floor) for name in imports(path) if any(is_of(name, o) for o in above)
     ]
     assert found == []
+
+
+def test_imports_go_round_nowhere() -> None:
+    """Not by imports inside of functions either, but for those of types alone."""
+    modules = {
+        ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sources(*FLOORS)
+    }
+    graph = {
+        module: {name if name in modules else name.rpartition(".")[0] for name in _imports(path, for_types=False)}
+        for module, path in modules.items()
+    }
+    graphlib.TopologicalSorter({module: names - {module} for module, names in graph.items()}).prepare()
 
 
 def test_every_folder_of_components_is_a_step_or_common() -> None:

@@ -41,6 +41,10 @@ class GateFailed(EngineryError):
     exit_code = EXIT_GATE_FAILED
 
 
+class AddressRefused(PermissionError):
+    """A web server leads to an address of an inner network; strerror says which, and what to do."""
+
+
 class RuntimeUnavailable(EngineryError):
     """An inference runtime (TensorRT, OpenVINO, ...) is not usable here. The message says what to install."""
 

@@ -15,9 +15,9 @@ from urllib.parse import quote, unquote, urlsplit
 from fsspec.core import url_to_fs
 from fsspec.registry import get_filesystem_class
 
-from components.common.contracts.errors import EngineryError, UserError, shortened, without_secrets
+from components.common.contracts.errors import AddressRefused, EngineryError, UserError, shortened, without_secrets
+from components.common.contracts.foreign import MAX_FILE_BYTES
 
-MAX_FILE_BYTES = 1 << 29  # of an image file; more is not read into memory
 MAX_TEXT_BYTES = 1 << 25  # of a list of classes or labels
 
 
@@ -34,10 +34,6 @@ def check_size(num_bytes: int, most_bytes: int = MAX_FILE_BYTES) -> None:
     if num_bytes > most_bytes:
         what = "an image" if most_bytes == MAX_FILE_BYTES else "a list"
         raise Unreadable(f"has {num_bytes:,} bytes, more than {what} may have")
-
-
-class AddressRefused(PermissionError):
-    """A web server leads to an address of an inner network; strerror says which, and what to do."""
 
 
 _LINK_OUT = "a link out of the data folder"

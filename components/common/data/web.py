@@ -16,8 +16,8 @@ from urllib.request import getproxies
 import aiohttp
 import yarl
 
-from components.common.contracts.errors import UserError
-from components.common.data.places import MAX_FILE_BYTES, AddressRefused
+from components.common.contracts.errors import AddressRefused, UserError
+from components.common.contracts.foreign import MAX_FILE_BYTES
 
 ALLOWED = "ENGINERY_ALLOWED_NETWORKS"
 _CONNECT_S = 30.0

@@ -12,8 +12,8 @@ from pathlib import PurePosixPath
 from typing import BinaryIO, NamedTuple
 
 from components.common.contracts.errors import UserError
+from components.common.contracts.foreign import MAX_FILE_BYTES
 from components.common.data.places import (
-    MAX_FILE_BYTES,
     MAX_TEXT_BYTES,
     LocalPlace,
     RemotePlace,

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from components.common.contracts.errors import UserError
-from components.common.data.places import MAX_FILE_BYTES, Unreadable, fetched, translate_errors
+from components.common.contracts.foreign import MAX_FILE_BYTES
+from components.common.data.places import Unreadable, fetched, translate_errors
 from components.preprocess.sources.folders import File, Listing, archive_source, damaged
 from components.preprocess.sources.samples import Options, Sample, Source, ZipEntry
 

@@ -9,8 +9,7 @@ import torch
 
 from components.common.contracts.errors import EngineryError
 from components.common.runtimes.dynamic_plan import Profile
-from components.common.tasks.translation.runners import ENCODER_OUTPUTS, STEP_INPUTS, state_shape
-from components.common.tasks.translation.search import longest_translations
+from components.common.tasks.translation.search import ENCODER_OUTPUTS, STEP_INPUTS, longest_translations, state_shape
 from components.common.tasks.translation.vocabulary import BOS, EOS, PAD
 
 _log = logging.getLogger(__name__)

@@ -12,20 +12,20 @@ from components.common.contracts.records import EngineEntry, Precision
 from components.common.contracts.transforms import TextSpec
 from components.common.runtimes import RuntimeOption
 from components.common.runtimes.selection import choose_runtime, note_of_fallback
-from components.common.tasks.translation.search import Network, padded, search
+from components.common.tasks.translation.search import (
+    ENCODER_OUTPUTS,
+    STEP_INPUTS,
+    Network,
+    padded,
+    search,
+    state_shape,
+)
 from components.common.tasks.translation.vocabulary import Vocabulary
 
 ENCODER = "{}_encoder"  # name of a precision's encoder in a bundle; the step has the precision's own
-ENCODER_INPUTS, ENCODER_OUTPUTS = ("source",), ("memory", "mask")
-STEP_INPUTS, STEP_OUTPUTS = ("tokens", "position", *ENCODER_OUTPUTS, "state"), ("logits", "next_state")
 BATCH_SIZE = 32  # sentences
 _ROOM = 8  # tokens by which a state gets larger
 MAX_PIECE = 16  # characters that a token of SentencePiece stands for at most
-
-
-def state_shape(sizes: Sequence[int | None], batch: int, num_tokens: int) -> tuple[int, ...]:
-    """Shape of a step's state, whose `sizes` are None where they change: see networks.py."""
-    return tuple(batch if axis == 1 else num_tokens if size is None else size for axis, size in enumerate(sizes))
 
 
 def with_room(state: np.ndarray | None, sizes: Sequence[int | None], batch: int, position: int) -> np.ndarray:

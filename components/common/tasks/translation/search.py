@@ -8,6 +8,8 @@ import numpy as np
 
 from components.common.tasks.translation.vocabulary import BOS, EOS, PAD
 
+ENCODER_INPUTS, ENCODER_OUTPUTS = ("source",), ("memory", "mask")
+STEP_INPUTS, STEP_OUTPUTS = ("tokens", "position", *ENCODER_OUTPUTS, "state"), ("logits", "next_state")
 _LENGTH_PENALTY = 0.6  # Wu et al., 2016
 _LENGTH_FACTOR, _LENGTH_MARGIN = 3, 10  # tokens of a translation for each of its source, and besides
 
@@ -25,6 +27,11 @@ class Network(Protocol):
     def step(self, tokens: np.ndarray, position: int, memory: Any, mask: Any, state: Any) -> tuple[np.ndarray, Any]:
         """Tokens [B] int64 -> logits [B, V] float32, state."""
         ...
+
+
+def state_shape(sizes: Sequence[int | None], batch: int, num_tokens: int) -> tuple[int, ...]:
+    """Shape of a step's state, whose `sizes` are None where they change: see networks.py."""
+    return tuple(batch if axis == 1 else num_tokens if size is None else size for axis, size in enumerate(sizes))
 
 
 def padded(sentences: Sequence[Sequence[int]]) -> np.ndarray:

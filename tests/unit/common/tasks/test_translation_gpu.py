@@ -15,13 +15,14 @@ from components.common.contracts.errors import UserError
 from components.common.runtimes.architectures import build_model
 from components.common.runtimes.dynamic_plan import DynamicPlan, Profile
 from components.common.tasks.translation.gpu import GpuNetwork
-from components.common.tasks.translation.runners import (
+from components.common.tasks.translation.search import (
     ENCODER_INPUTS,
     ENCODER_OUTPUTS,
     STEP_INPUTS,
     STEP_OUTPUTS,
+    padded,
+    search,
 )
-from components.common.tasks.translation.search import padded, search
 from components.common.tasks.translation.vocabulary import BOS, EOS
 from components.export.translation import _axes
 from tests.unit.refusals import refuses
