@@ -255,14 +255,16 @@ def check_validation(arguments: Mapping[str, Any], num_train: int, *, num_val: i
     task = TASKS[task_of(str(arguments.get("architecture") or ""))]
     is_share, unit = task.classifies, task.unit
     if thresholds.confident and is_share:
-        budget = thresholds.max_drop_points
+        budgets = {"a larger --max-drop-points": thresholds.max_drop_points}
         if thresholds.min_relative_score_pct > 0:
-            budget = min(budget, 100 - thresholds.min_relative_score_pct)
+            budgets["a smaller gate.min_relative_score_pct"] = 100 - thresholds.min_relative_score_pct
+        budget = min(budgets.values())
         proving = images_to_prove(budget)
         if proving > max(needed, num_val):
             needed = proving
             why = f"a drop of at most {budget:g} points can't be proved by fewer, even if INT8 answers all as FP32"
-            allow = "a larger --max-drop-points, or --set gate.confident=false, which judges the measured drop alone"
+            tight = " and ".join(fix for fix, points in budgets.items() if images_to_prove(points) > num_val)
+            allow = f"{tight}, or --set gate.confident=false, which judges the measured drop alone"
     if num_val >= needed:
         if is_share:
             _check_chance(thresholds, num_val, num_of_class)
