@@ -16,14 +16,13 @@ import torch
 from components.common.contracts.digests import digest_bytes, digest_json
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import Artifact, DatasetManifest, write_atomically
+from components.common.contracts.records import MIN_SELECTION_IMAGES
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.loader import Batch, Loader
 from components.common.runtimes.onnx_files import read_onnx
 from components.common.runtimes.torch import TorchGraph
 from components.export.config import ExportConfig
 
-# Below this, one image is a point of top-1 or more, and a comparison would only measure chance.
-MIN_SELECTION_IMAGES = 100
 _MAX_KEPT_BYTES = 1_500_000_000  # 2,000 images of 250 px
 
 

@@ -16,7 +16,14 @@ import torch
 from components.common.contracts.digests import digest_file, digest_json
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.instruction_sets import SATURATING, instruction_set
-from components.common.contracts.records import CalibrationEntry, CpuModel, CpuTrial, PlacementEntry, SelectionEntry
+from components.common.contracts.records import (
+    MIN_SELECTION_IMAGES,
+    CalibrationEntry,
+    CpuModel,
+    CpuTrial,
+    PlacementEntry,
+    SelectionEntry,
+)
 from components.common.process.steplog import StepLog
 from components.common.runtimes.onnx_files import read_onnx
 from components.common.runtimes.onnxruntime import new_session
@@ -25,7 +32,6 @@ from components.common.runtimes.torch import TorchGraph
 from components.common.tasks import predictions_of
 from components.export.backends import OpenVINOBackend
 from components.export.calibration import (
-    MIN_SELECTION_IMAGES,
     NUM_BINS,
     Histograms,
     Samples,
@@ -259,8 +265,10 @@ def quantize(
         chooser.fp32 = networks.get(method, fp32)
         chooser.choose_arithmetic(scales[method])
     if selection is None and config.num_selection_images and (automatic or config.fallback):
+        asked = config.num_selection_images
+        few = f"export.num_selection_images is {asked}" if asked < MIN_SELECTION_IMAGES else "fewer are left"
         log.note(
-            f"fewer than {MIN_SELECTION_IMAGES} training images are left to measure INT8 on: {method} is taken as it is"
+            f"INT8 is measured on {MIN_SELECTION_IMAGES} training images or more, and {few}: {method} is taken as it is"
         )
     if tiny := scales_below_fp16(scales[method]):
         log.warning(f"{len(tiny)} INT8 scales are too small for FP16, such as that of {tiny[0]}: int8_fp16.onnx loses")

@@ -15,7 +15,7 @@ import onnx
 import torch
 
 from components.common.contracts.manifests import Artifact, DatasetManifest
-from components.common.contracts.records import LayerCost, Trial
+from components.common.contracts.records import MIN_SELECTION_IMAGES, LayerCost, Trial
 from components.common.contracts.transforms import ShapeSpec
 from components.common.data.evaluation import predict
 from components.common.data.loader import Batch
@@ -23,7 +23,7 @@ from components.common.process.steplog import StepLog
 from components.common.runtimes.runner import Runner
 from components.common.runtimes.torch import TorchRunner
 from components.common.tasks.predictions import Predictions, ScoreDrop, Top1Drop
-from components.export.calibration import MIN_SELECTION_IMAGES, Samples
+from components.export.calibration import Samples
 from components.export.config import ExportConfig
 from components.export.placement import Graph, float_graph, node_id, quantized_reads
 from components.export.qdq import Arithmetic, insert_qdq

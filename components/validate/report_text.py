@@ -8,6 +8,7 @@ from components.common.contracts.digests import short
 from components.common.contracts.environment import Environment
 from components.common.contracts.records import (
     FP16_MANTISSA_BITS,
+    MIN_SELECTION_IMAGES,
     AccuracyRow,
     ClassLoss,
     CorruptedRow,
@@ -183,6 +184,12 @@ def _look_at(losses: tuple[ClassLoss, ...]) -> str:
     )
 
 
+def _too_few_to_compare(report: Report) -> int | None:
+    """The setting that says on how many images to compare, where it is what leaves nothing to compare."""
+    asked: int | None = report.provenance.configs["export"].get("num_selection_images")
+    return asked if asked is not None and asked < MIN_SELECTION_IMAGES else None
+
+
 def _about_calibration(report: Report) -> str:
     """The setting of export that has not been tried yet."""
     config, entry, chosen = report.provenance.configs["export"], report.calibration.selection, report.calibration.chosen
@@ -192,6 +199,11 @@ def _about_calibration(report: Report) -> str:
         return f"Let export compare calibrations (export.calibration_method=auto): {report.calibration.method} was set."
     if entry is None:
         unit = report.accuracy.unit
+        if (too_few := _too_few_to_compare(report)) is not None:
+            return (
+                f"Let export compare calibrations and layers in float on {MIN_SELECTION_IMAGES} or more training "
+                f"{unit} (export.num_selection_images): {too_few} was set."
+            )
         return f"Export with more training {unit}, so that calibrations and layers in float can be compared on some."
     if entry.out_of_time:
         return "Give the search for calibration and layers in float more time: export.search_seconds."
@@ -610,8 +622,8 @@ def ranking_sentences(report: Report, max_layers: int) -> list[str]:
 
 def _why_nothing_was_compared(report: Report) -> str:
     config, nothing = report.provenance.configs["export"], "No calibrations were compared"
-    if config.get("num_selection_images") == 0:
-        return f"{nothing}: export.num_selection_images is 0."
+    if (too_few := _too_few_to_compare(report)) is not None:
+        return f"{nothing}: export.num_selection_images is {too_few}, and at least {MIN_SELECTION_IMAGES} are needed."
     if config.get("fallback") is False and config.get("calibration_method") != "auto":
         return f"{nothing}: the method was given (export.calibration_method), and export.fallback is off."
     images = next((split.num_images for split in report.data.splits if split.name == "train"), None)

@@ -20,6 +20,8 @@ from components.common.contracts.statistics import (
 from components.common.tasks import TASKS, TaskName
 
 Precision = Literal["fp32", "fp16", "int8"]
+# Below this, one image is a point of top-1 or more, and to compare calibrations would only measure chance.
+MIN_SELECTION_IMAGES = 100
 _MAX_BUSY_PCT = 10.0  # of the cores' time that others take while a speed is measured
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]  # without folders
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "int8")

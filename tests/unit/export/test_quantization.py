@@ -386,7 +386,7 @@ def test_all_int8_files_leave_the_same_layers_in_float(plain, export, tmp_path, 
 def test_too_few_images_to_choose_by(export):
     bundle, lines = export(num_selection_images=10)
     assert (bundle.manifest.calibration.method, bundle.manifest.calibration.selection) == ("max", None)
-    assert any("training images are left to measure INT8 on: max is taken" in line for line in lines)
+    assert any("export.num_selection_images is 10: max is taken" in line for line in lines)
 
 
 def test_weights_and_fewer_calibration_images_than_classes(export, tmp_path):

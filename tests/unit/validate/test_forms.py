@@ -440,6 +440,7 @@ def variants(reports: dict[str, Report]) -> dict[str, tuple[str, Report]]:
     }
     uncompared = {
         "nothing compared: switched off": exported_with(own, num_selection_images=0, fallback=True),
+        "nothing compared: on too few": exported_with(own, num_selection_images=64, fallback=True),
         "nothing compared: the method was given": exported_with(own, **given, calibration_method="mse"),
         "nothing compared: too few images": exported_with(own, **given, calibration_method="auto"),
     }
