@@ -7,10 +7,13 @@ import click
 
 from components.common.registry.store import without_credentials
 from enginery.local.state import StateDirectory
+from enginery.serving.server import address_of, check_port
 
 
 @click.command()
-@click.option("--port", default=5000, show_default=True, help="TCP port on this machine.")
+@click.option(
+    "--port", type=click.IntRange(1, 65535), default=5000, show_default=True, help="TCP port on this machine."
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 def ui(port: int, host: str) -> None:
     """Open the MLflow UI on this machine's runs."""
@@ -19,6 +22,7 @@ def ui(port: int, host: str) -> None:
     if uri.startswith(("http://", "https://")):
         click.echo(f"MLFLOW_TRACKING_URI names a server; its UI is at {shown}")
         return
+    check_port(address_of(host), port, "--port")
     # The UI opens on traces of language models unless the address says what this is.
     click.echo(f"http://{host}:{port}/#/experiments?workflowType=machine_learning shows {shown}; Ctrl-C ends it")
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", host, "--port", str(port)]

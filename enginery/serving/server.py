@@ -81,6 +81,23 @@ def address_of(host: str) -> str:
     return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
+def check_port(host: str, port: int, option: str) -> None:
+    """Say before any work that a port can't be had.
+
+    Raises:
+        UserError: it is taken, or the host is none of this machine's addresses.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            fix = f"End what uses the port, or choose another with {option}"
+            if error.errno == errno.EADDRNOTAVAIL:
+                fix = "Give an address of this machine with --host; 0.0.0.0 is all of them"
+            raise UserError(f"can't listen on {host}:{port}: {error.strerror}. {fix}", code="cannot-listen") from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ports:
     """Address and ports of the server."""
@@ -91,27 +108,13 @@ class Ports:
     metrics: int = 8002
 
     def check(self) -> None:
-        """Say before any work that a port can't be had.
-
-        Raises:
-            UserError: it is taken, or the host is none of this machine's addresses.
-        """
+        """Raise a UserError where the ports are equal, or one can't be had."""
         given = {"http": self.http, "grpc": self.grpc, "metrics": self.metrics}
         if len(set(given.values())) < len(given):
             message = f"the ports for HTTP, gRPC and metrics must differ, got {', '.join(map(str, given.values()))}"
             raise UserError(message, code="equal-ports")
         for name, port in given.items():
-            with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind((self.host, port))
-                except OSError as error:
-                    fix = f"End what uses the port, or choose another with --{name}-port"
-                    if error.errno == errno.EADDRNOTAVAIL:
-                        fix = "Give an address of this machine with --host; 0.0.0.0 is all of them"
-                    raise UserError(
-                        f"can't listen on {self.host}:{port}: {error.strerror}. {fix}", code="cannot-listen"
-                    ) from None
+            check_port(self.host, port, f"--{name}-port")
 
     def urls(self) -> dict[str, str]:
         """Return the addresses by protocol, for a person."""

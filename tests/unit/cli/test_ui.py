@@ -1,0 +1,18 @@
+"""`enginery ui`: what is refused before MLflow starts."""
+
+import os
+import socket
+
+import pytest
+
+from tests.unit.registered import enginery, refuses
+
+
+def test_a_port_or_address_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("MLflow is started"))
+    assert enginery("ui", "--port", "70000").exit_code == 2
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for options in (["--port", str(taken.getsockname()[1])], ["--host", "no.such.host.invalid"], ["--host", ""]):
+            with refuses("cannot-listen"):
+                enginery("ui", *options)
