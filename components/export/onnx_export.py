@@ -397,8 +397,8 @@ def _describe(proto: onnx.ModelProto, path: Path) -> OnnxClassifier:
         raise UserError(
             f"{path}: output '{logits.name}' has shape {output_size}, answers for each pixel or place of an image, as "
             f"of a network for {' or '.join(spec.name for spec in others)}. Of ONNX files classifiers are supported, "
-            f"with [N, classes]. Train a network of that task by {' or '.join(spec.pipeline for spec in others)} "
-            "instead",
+            f"with [N, classes]. Train a network of that task instead: "
+            f"{' or '.join(f'`enginery run {spec.pipeline}`' for spec in others)}",
             code="other-task",
         )
     if len(output_size) > 2:

@@ -24,7 +24,7 @@ def runs(as_json: bool) -> None:
         click.echo(json.dumps(entries, indent=1))
         return
     if not entries:
-        click.echo(f"no runs in {directory} yet; start one: enginery run pipelines/resnet50.py --data DIR")
+        click.echo(f"no runs in {directory} yet; start one: enginery run resnet50 --data DIR")
         return
     console = new_console()
     wide = ("pipeline",) if console.width >= _WIDE else ()

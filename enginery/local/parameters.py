@@ -238,9 +238,9 @@ def resolve_arguments(
             continue
         if not spec.optional and plain.get(name, "") == "":
             option, verb = f"--{name.replace('_', '-')}", "run" if local else "submit"
+            named = file.path.stem if file.path.absolute().parent == _PIPELINES else file.path
             raise UserError(
-                f"{option} is required: {_description(file, name)} "
-                f"`enginery {verb} {file.path} --help` lists all options",
+                f"{option} is required: {_description(file, name)} `enginery {verb} {named} --help` lists all options",
                 code="missing-input",
                 setting=option,
             )
@@ -254,7 +254,8 @@ def resolve_arguments(
     if architecture and (task := file.task) != (found := task_of(architecture)):
         raise UserError(
             f"{architecture} is a network for {found}, and the pipeline {file.name} is of {task}; name another one, "
-            f"such as {file.inputs['architecture'].default or 'resnet50'}, or run {TASKS[found].pipeline}",
+            f"such as {file.inputs['architecture'].default or 'resnet50'}, or take "
+            f"`enginery run {TASKS[found].pipeline}`",
             code="other-task",
             setting="--architecture",
         )
@@ -278,8 +279,8 @@ def _load_config(file: PipelineFile, path: Path) -> dict[str, Any]:
         fitting = [name for name, each in own.items() if task_of(str(each.get("architecture") or "")) == file.task]
         raise UserError(
             f"--config {path} is for {task}, and the pipeline {file.name} is of {file.task}; take one for it "
-            f"({', '.join(name for name in fitting if own[name].keys() <= file.inputs.keys())}), or run "
-            f"{TASKS[task].pipeline}",
+            f"({', '.join(name for name in fitting if own[name].keys() <= file.inputs.keys())}), or take "
+            f"`enginery run {TASKS[task].pipeline}`",
             code="other-task",
             setting="--config",
         )

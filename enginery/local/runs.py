@@ -199,7 +199,7 @@ def latest_bundle(runs: Path) -> Path:
     for run in everything:
         if run.summary is not None and (found := _bundle(run.summary)) is not None:
             return found
-    start = "start one: enginery run pipelines/resnet50.py --data DIR, or name a bundle with --bundle DIR"
+    start = "start one: enginery run resnet50 --data DIR, or name a bundle with --bundle DIR"
     if not everything:
         raise UserError(f"there are no runs in {runs}; {start}", code="no-runs", setting="ENGINERY_HOME")
     text = f"none of the {len(everything)} runs in {runs} has come to its end with a bundle; {start}"

@@ -35,7 +35,7 @@ class TaskSpec:
             tokens that `preprocess.vocabulary_size` allows.
         purpose: What a model is for, with {number} and {names} of its classes, or {source} and {target} of text.
         agreement: What two models agree on, and a share of which things: "the same ... on 99 % of the ...".
-        pipeline: The file that trains for it.
+        pipeline: The one that trains for it, by its name.
         classifies: An image has one class. The score is the share of images that are right, a model's answers are
             classes with probabilities, and networks are those of torchvision and timm. Others have `answers` and
             `networks` of their own.
@@ -75,7 +75,7 @@ TASKS: dict[TaskName, TaskSpec] = {
             purpose="Sorting images into {number} classes: {names}. Images that show none of the classes get one of "
             "them all the same.",
             agreement=("class", "images"),
-            pipeline="pipelines/resnet50.py",
+            pipeline="resnet50",
             classifies=True,
         ),
         TaskSpec(
@@ -89,7 +89,7 @@ TASKS: dict[TaskName, TaskSpec] = {
             usual_num_classes=80,  # COCO
             purpose="Finding objects of {number} classes in images, with their boxes: {names}.",
             agreement=("box", "objects found"),
-            pipeline="pipelines/detection.py",
+            pipeline="detection",
         ),
         TaskSpec(
             name="segmentation",
@@ -104,7 +104,7 @@ TASKS: dict[TaskName, TaskSpec] = {
             purpose="Giving each pixel of an image one of {number} classes: {names}. Pixels that show none of the "
             "classes get one of them all the same.",
             agreement=("class", "pixels"),
-            pipeline="pipelines/segmentation.py",
+            pipeline="segmentation",
         ),
         TaskSpec(
             name="translation",
@@ -118,7 +118,7 @@ TASKS: dict[TaskName, TaskSpec] = {
             purpose="Translating sentences from {source} to {target}. Sentences of another language get some "
             "translation all the same.",
             agreement=("translation", "sentences"),
-            pipeline="pipelines/translation.py",
+            pipeline="translation",
             training_score="of the next tokens",
             of_text=True,
         ),

@@ -151,7 +151,7 @@ def test_what_a_run_needs_is_asked_for(tmp_path: Path) -> None:
     ):
         with refuses("missing-input", setting):
             resolve_arguments(pipeline(name), config_file=None, flags=flags, assignments=[])
-    with refuses("missing-input", says="`enginery submit "):
+    with refuses("missing-input", says="`enginery submit resnet50 --help` lists"):
         resolve_arguments(pipeline(), config_file=None, flags={}, assignments=[], local=False)
     with refuses("no-config-file"):
         resolve_arguments(pipeline(), config_file=tmp_path / "absent.yaml", flags={"data": "a"}, assignments=[])
@@ -269,7 +269,7 @@ def test_a_pipeline_is_of_one_task() -> None:
     file = pipeline("segmentation")
     options = {"config_file": None, "flags": {"data": "d"}, "assignments": []}
     assert resolve_arguments(file, **options)["architecture"] == "segmentation/deeplabv3_resnet50"
-    with refuses("other-task", "--architecture"):
+    with refuses("other-task", "--architecture", says="`enginery run resnet50`"):
         resolve_arguments(file, **{**options, "flags": {"data": "d", "architecture": "resnet18"}})
     with refuses("other-task", "--architecture"):
         network = {"data": "d", "architecture": "segmentation/fpn_small"}

@@ -289,8 +289,11 @@ def test_mistakes_are_refused_before_anything_is_written(
         with pytest.raises(UserError) as refused:
             command(*arguments)
         assert (refused.value.code, refused.value.exit_code) == (code, 2)
-    for arguments in ((digit,), (digit, "--run", "latest")):
-        with refuses("no-runs", "ENGINERY_HOME"):
+    for arguments, fix in (
+        ((digit,), "enginery run resnet50 --data DIR"),
+        ((digit, "--run", "latest"), "enginery run"),
+    ):
+        with refuses("no-runs", "ENGINERY_HOME", says=fix):
             command(*arguments)
     monkeypatch.setattr(os, "access", lambda _, mode: mode != os.W_OK)  # root may write anywhere
     with refuses("no-output", "--output"):
