@@ -25,6 +25,7 @@ CONFIGS: dict[str, type[BaseModel]] = {"preprocess": PreprocessConfig, "train": 
         ("train", {"zzz": 1}, "train.zzz", "valid keys: architecture, image_size"),
         ("train", {"epochs": "many"}, "train.epochs", "got 'many', must be a valid integer"),
         ("train", {"epochs": "1.5"}, "train.epochs", "got '1.5', must be a valid integer"),
+        ("train", {"epochs": True}, "train.epochs", "must be a number, not true or false"),
         ("train", {"epochs": 5.5}, "train.epochs", "got a number with a fractional part (default 90). Passes over"),
         ("train", {"global_batch_size": "-8"}, "train.global_batch_size", "'-8', must be greater than or equal to 2"),
         ("train", {"learning_rate": "nan"}, "train.learning_rate", "must be a finite number"),
