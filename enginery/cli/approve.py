@@ -1,5 +1,6 @@
 """`enginery approve`: a signed statement that a version may run in an environment."""
 
+import re
 from pathlib import Path
 
 import click
@@ -24,8 +25,9 @@ def approve(model: str, environment: str, key: Path, days: int) -> None:
     from components.common.registry.keys import signing_key
     from components.common.registry.trust import approval_file, sign_approval, why_approval_does_not_count
 
-    if not environment or not environment.replace("-", "_").isidentifier():
-        raise click.BadParameter(f"an environment is letters, digits, - and _, such as production; got {environment!r}")
+    if not re.fullmatch(r"[\w-]{1,100}", environment):  # stands in a file's name
+        wanted = "an environment is letters, digits, - and _, at most 100, such as production"
+        raise click.BadParameter(f"{wanted}; got {environment!r}")
     signer = signing_key(key)
     registry = open_registry()
     from enginery.serving.sources import registered_chain

@@ -55,6 +55,7 @@ _IN_TOTO = "application/vnd.in-toto+json"
 _STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 _PREDICATES = {kind: f"https://enginery.dev/{kind}/v1" for kind in ("verdict", "approval", "shadow")}
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
+_CLOCKS_DIFFER = timedelta(minutes=5)  # at most, of the approver's machine and this one
 
 Kind = Literal["verdict", "approval", "shadow"]
 Right = Literal["verdict", "model", "approval", "shadow"]
@@ -229,6 +230,13 @@ def check_chain(
         raise _refusal(what, f"its approval does not say from when to when it counts. {_APPROVE}", "approval-expired")
     if expires < datetime.fromisoformat(now()):
         raise _refusal(what, f"its approval ended {predicate.get('expires')}. {_APPROVE}", "approval-expired")
+    if approved > datetime.fromisoformat(now()) + _CLOCKS_DIFFER:  # else every later one would be older than this
+        raise _refusal(
+            what,
+            f"it was approved {predicate.get('approved')}, and here it is {now()}. Set the clock that is wrong, and "
+            "if that was the approver's, approve it again",
+            "approval-in-future",
+        )
     _check_newest(policy, what, f"{environment}/{predicate.get('model')}", str(predicate.get("approved")))
 
 

@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +323,15 @@ def test_an_approval_ends_within_the_years_that_a_date_has(trusted: Machine) -> 
     assert (done.exit_code, "--days" in done.output) == (2, True)
 
 
+def test_names_of_environments_are_those_of_policies(trusted: Machine, tmp_path: Path) -> None:
+    words = ("approve", "m/1", "--key", trusted.key("board"), "--env")
+    for name in ("", "a b", "../prod", "prod\n", "x" * 101):
+        assert enginery(*words, name).exit_code == 2
+    trusted.policy(environment="2-prod", board={"approves": ["2-prod"]})
+    assert enginery(*words, "2-prod").exit_code == 0
+    served("m/1", tmp_path / "out")
+
+
 @pytest.mark.parametrize(("name", "why"), [("board", ""), ("ci", "the key ci may not approve for prod")])
 def test_who_approves_is_told_if_the_policy_does_not_take_it(trusted: Machine, name: str, why: str) -> None:
     done = enginery("approve", "m/1", "--env", "prod", "--key", trusted.key(name))
@@ -339,6 +349,18 @@ def test_deploy_asks_for_the_approval_of_its_environment(trusted: Machine, check
     (repository / "model.sig").unlink()
     with refuses("not-signed"):
         enginery("deploy", "--env", "staging", "m/1", "--repository", repository)
+
+
+def test_an_approval_from_the_future_shuts_no_later_one_out(trusted: Machine, store: str, tmp_path: Path) -> None:
+    ahead = (datetime.now(UTC) + timedelta(days=20)).strftime(trust._TIME)
+    with pytest.MonkeyPatch.context() as patch:  # the approver's clock
+        patch.setattr(trust, "now", lambda: ahead)
+        trusted.approve("m/1", "prod")
+    trusted.policy(environment="prod", newest=True)
+    with refuses("approval-in-future"):
+        served("m/1", tmp_path / "out")
+    trusted.approve("m/1", "prod")
+    served("m/1", tmp_path / "out")
 
 
 def test_a_downgrade_to_an_older_approved_version(
