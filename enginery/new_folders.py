@@ -1,6 +1,7 @@
 """Folders that are written whole or not at all: beside their final place first."""
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ def new_folder(output: Path, what: str) -> Iterator[Path]:
         UserError: see `check_new`; or something else came there meanwhile.
     """
     check_new(output, what)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    temporary = output.with_name(f".{output.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.mkdir()
         yield temporary

@@ -214,6 +214,14 @@ def test_keys_of_every_kind(proved, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # --- nothing half-written
 
 
+def test_what_a_killed_process_of_the_same_number_left(proved, tmp_path: Path) -> None:
+    """In containers each is number 1. Another may write there just now."""
+    left = tmp_path / f".out.{os.getpid()}.tmp"
+    left.mkdir()
+    release(tmp_path / "out", proved.parts)
+    assert left.is_dir()
+
+
 def test_an_interrupted_release_leaves_nothing(proved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two to one folder the first one stays."""
 
