@@ -192,20 +192,22 @@ class DeployEnvironment:
         Raises:
             UserError: the file can't be read.
         """
+        return pins_of(self._text(), str(self.file))
+
+    def _text(self) -> str:
         try:
-            return pins_of(self.file.read_text(encoding="utf-8"), str(self.file))
-        except OSError as error:
-            raise UserError(f"can't read {self.file}: {error.strerror}", code="unreadable-file") from None
+            return self.file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = "it is no text in UTF-8; correct it" if isinstance(error, ValueError) else error.strerror
+            raise UserError(f"can't read {self.file}: {why}", code="unreadable-file") from None
 
     def registry(self) -> str:
         """Return the registry of its images; "" where the file leaves that to the chart."""
-        return str(
-            get_value(parse(self.file.read_text(encoding="utf-8"), str(self.file)), ("images", "registry")) or ""
-        )
+        return str(get_value(parse(self._text(), str(self.file)), ("images", "registry")) or "")
 
     def write(self, pins: Pins) -> bool:
         """Set what it runs. False where the file says so already."""
-        before = self.file.read_text(encoding="utf-8")
+        before = self._text()
         values: dict[KeyPath, Scalar] = {path: getattr(pins, name) for name, path in _PATHS.items()}
         values["serve", "enabled"] = pins.serving
         values |= {("images", "digests", name): pins.images.get(name, "") for name in IMAGES}
@@ -435,14 +437,15 @@ class Checkout:
             The commit's id.
 
         Raises:
-            EngineryError: git refused. The file is then as it was committed before.
+            EngineryError: git refused. The file is then as it was committed before, if git lets it be set back.
         """
         message = "\n\n".join([subject, *body])
         done = _git(self.root, "commit", "--quiet", "--only", "--message", message, "--", str(file.resolve()))
         if done.returncode:
-            _git(self.root, "checkout", "--quiet", "HEAD", "--", str(file.resolve()))
+            undone = _git(self.root, "checkout", "--quiet", "HEAD", "--", str(file.resolve())).returncode == 0
+            state = "which is now as before" if undone else f"take its change back by git checkout -- {file}"
             reason = " ".join((done.stderr or done.stdout).split())
-            raise EngineryError(f"git did not commit {file}, which is now as before: {reason}", code="commit-refused")
+            raise EngineryError(f"git did not commit {file}, {state}: {reason}", code="commit-refused")
         return self._asked("rev-parse", "--short", "HEAD").strip()
 
     def past(self, file: Path) -> list[Pins]:
@@ -478,4 +481,5 @@ class Checkout:
 
 
 def _git(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace")

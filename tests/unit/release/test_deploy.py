@@ -198,6 +198,11 @@ def test_what_git_has_against_it(checkout: Path, three: str, tmp_path: Path, mon
     with refuses("commit-refused", says="sign it first"):
         deploy("dev", "m/1")
     assert values("dev").read_text() == before
+    Path(".git/index.lock").touch()
+    with refuses("commit-refused", says="take its change back by git checkout"):
+        deploy("dev", "m/1")
+    Path(".git/index.lock").unlink()
+    git("checkout", "--quiet", "--", str(values("dev")))
     git("checkout", "--quiet", "--detach")
     with refuses("detached-head"):
         deploy("dev", "m/1")
@@ -214,6 +219,21 @@ def test_what_git_has_against_it(checkout: Path, three: str, tmp_path: Path, mon
     git("init", "--quiet")
     with refuses("not-in-git"):
         deploy("dev", "m/1")
+
+
+def test_a_file_that_is_no_utf8(checkout: Path, three: str) -> None:
+    deploy("dev", "m/1")
+    before = values("dev").read_bytes()
+    values("dev").write_bytes(before + b"# caf\xe9\n")
+    git("commit", "--quiet", "--all", "--message", "a note")
+    for words in (("dev", "m/2"), ("dev", "m/2", "--image", f"serve@sha256:{64 * '0'}")):
+        with refuses("unreadable-file"):
+            deploy(*words)
+    values("dev").write_bytes(before)
+    git("commit", "--quiet", "--all", "--message", "as before")
+    deploy("dev", "m/2")
+    enginery("deploy", "--env", "dev", "--rollback")  # past that commit
+    assert pins("dev").version == "1"
 
 
 @pytest.mark.parametrize(
