@@ -506,8 +506,9 @@ def read_manifest(file: Path, kind: str) -> bytes:
         EngineryError: it is larger than any of ours.
     """
     try:
-        if file.stat().st_size > MAX_MANIFEST_BYTES:
-            message = f"{file} has more than {MAX_MANIFEST_BYTES:,} bytes, so it is no manifest; {how_to_renew(kind)}"
+        if file.stat().st_size > MAX_MANIFEST_BYTES or not file.is_file():
+            more = f"has more than {MAX_MANIFEST_BYTES:,} bytes, or is no plain file"
+            message = f"{file} {more}, so it is no manifest; {how_to_renew(kind)}"
             raise EngineryError(message, code="invalid-manifest")
         return file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):

@@ -69,6 +69,9 @@ def test_a_manifest_without_end(sealed: Path) -> None:
     with (sealed / MANIFEST).open("r+b") as file:
         file.truncate(1 << 40)
     assert refusal(sealed)[0] == "invalid-manifest"
+    (sealed / MANIFEST).unlink()
+    (sealed / MANIFEST).symlink_to("/dev/null")  # as well as /dev/zero
+    assert "is no plain file, so it is no manifest" in refusal(sealed)[2]
 
 
 def test_a_manifest_nested_as_deep_as_json_can_just_be_read(sealed: Path) -> None:
