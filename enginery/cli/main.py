@@ -10,6 +10,8 @@ from typing import NoReturn
 
 from components.common.contracts.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER_ERROR, EngineryError, shown
 
+_NO_HOME = "Could not determine home directory."  # as pathlib says it
+
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; errors end in one message and an exit code, without a traceback unless --debug."""
@@ -27,6 +29,12 @@ def main(arguments: list[str] | None = None) -> None:
     except EngineryError as error:
         _fail(str(error), error.exit_code, error.code)
     except Exception as error:  # the boundary of the process: a full disk, a broken store, or a mistake of ours
+        from components.common.process.disk import explain
+
+        if isinstance(error, RuntimeError) and str(error) == _NO_HOME:
+            _fail("a path begins with ~ of nobody who has a home here; write it in full", EXIT_USER_ERROR, "no-home")
+        if known := explain(error, Path.cwd()):
+            _fail(str(known), known.exit_code, known.code)
         _fail(f"{type(error).__name__}: {error} (enginery --debug shows the traceback)", EXIT_FAILURE)
 
 

@@ -16,7 +16,8 @@ _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 # What libraries make of ENOSPC when they don't raise OSError: SQLite, Rust (safetensors), C++ (OpenVINO, protobuf).
 _NO_SPACE_WORDS = re.compile(r"no space left|disk is full|os error 28\b|disk quota exceeded", re.IGNORECASE)
 
-_READ_ONLY_WORDS = re.compile("readonly database")  # SQLite's
+_READ_ONLY_WORDS = re.compile("readonly database|unable to open database file")  # SQLite's
+_NOT_ALLOWED_WORDS = re.compile(r"\[Errno (?:1|13|30)\] ([\w -]+): ['\"](.+?)['\"]")  # in the list of shutil.copytree
 _LOCKED_WORDS = "database is locked"  # SQLite's, too
 
 
@@ -48,8 +49,10 @@ def _refused(error: BaseException, place: Path) -> EngineryError | None:
         refused, reason = "", ""
         if isinstance(cause, OSError) and cause.errno in _NOT_ALLOWED and isinstance(cause.filename, str | bytes):
             refused, reason = os.fsdecode(cause.filename), cause.strerror or ""
+        elif isinstance(cause, shutil.Error) and (found := _NOT_ALLOWED_WORDS.search(str(cause))):
+            refused, reason = found[2], found[1]
         elif _READ_ONLY_WORDS.search(str(cause)):
-            refused, reason = str(place), "it can't be written"
+            refused, reason = str(place), "it can't be opened or written"
         if refused:
             return UserError(
                 f"can't use {refused}: {reason}; give this user access to it, or set ENGINERY_HOME to a directory that "

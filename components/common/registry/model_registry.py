@@ -119,7 +119,7 @@ class Registry:
         for name, value in REQUEST_LIMITS.items():
             os.environ.setdefault(name, value)
         mlflow.set_tracking_uri(uri)
-        check_store(uri, Path.cwd())
+        check_store(uri)
         return cls(MlflowClient(tracking_uri=uri, registry_uri=uri))
 
     @property

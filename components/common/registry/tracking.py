@@ -36,6 +36,7 @@ from components.common.registry.store import (
     database_problem,
     prepare_sqlite,
     quiet_mlflow,
+    sqlite_file,
     try_database,
     without_credentials,
 )
@@ -485,7 +486,7 @@ def close_nested(client: MlflowClient, experiment_id: str, run_id: str, status: 
         client.set_terminated(run.info.run_id, status=status)
 
 
-def check_store(uri: str, place: Path) -> None:
+def check_store(uri: str) -> None:
     """Ask a tracking store for something small, for a command.
 
     Raises:
@@ -497,7 +498,7 @@ def check_store(uri: str, place: Path) -> None:
             try_database(uri)
             MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
     except Exception as error:  # of MLflow, its HTTP client, its database's driver, or the disk
-        raise _unusable(uri, error, place) from error
+        raise _unusable(uri, error, sqlite_file(uri) or Path.cwd()) from error
 
 
 def _unusable(uri: str, error: Exception, place: Path) -> EngineryError:

@@ -29,6 +29,24 @@ def test_an_interrupt_during_imports_ends_with_130_and_no_word(name: str, number
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        ("PermissionError(13, 'Permission denied', 'out/bundle')", "permission-denied"),
+        ("shutil.Error([('a', 'b', \"[Errno 13] Permission denied: 'a'\")])", "permission-denied"),
+        ("OSError(28, 'No space left on device', '/')", "no-space"),
+        ("pathlib.Path('~nobody-of-this-name/x').expanduser()", "no-home"),
+    ],
+)
+def test_what_no_command_expects_has_a_code_all_the_same(error: str, code: str) -> None:
+    script = (
+        "import os, pathlib, shutil, sys; sys.path.insert(0, os.getcwd()); from enginery.cli import commands, main\n"
+    )
+    script += f"def cli(**_):\n    raise {error}\ncommands.cli = cli\nmain.main([])"
+    done = run_python("-c", script)
+    assert done.stderr.endswith(f"[{code}]\n"), done.stderr
+
+
 def test_a_folder_that_is_gone_is_said_so(tmp_path: Path) -> None:
     script = "import os, sys; sys.path.insert(0, os.getcwd()); from enginery.cli.main import main; "
     gone = f"folder = {str(tmp_path / 'gone')!r}; os.mkdir(folder); os.chdir(folder); os.rmdir(folder); main(['runs'])"
