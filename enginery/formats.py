@@ -9,6 +9,7 @@ from typing import Any
 import click
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.markup import escape
 from rich.segment import Segment
 from rich.table import Table
 
@@ -25,7 +26,7 @@ def number(value: float | None, form: str) -> str:
 def verdict_text(verdict: str) -> str:
     """A gate's verdict in its colour, as rich markup."""
     colors = {"pass": "green", "pass, not proved": "yellow", "not enough evidence": "yellow", "fail": "red"}
-    return f"[{colors[verdict]}]{verdict}[/]" if verdict in colors else verdict
+    return f"[{colors[verdict]}]{verdict}[/]" if verdict in colors else escape(verdict)
 
 
 def size_text(size_bytes: int) -> str:

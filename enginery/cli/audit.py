@@ -83,7 +83,7 @@ def _show_entry(console: Console, entry: dict[str, Any]) -> None:
     )
     forced = "  [red]forced[/]" if entry["forced"] else ""
     console.print(
-        f"[bold]{entry['number']:3d}[/]  {entry['when']}  {escape(entry['who'])}  {entry['kind']}{forced}  "
+        f"[bold]{entry['number']:3d}[/]  {escape(entry['when'])}  {escape(entry['who'])}  {entry['kind']}{forced}  "
         f"{escape(changes)}"
     )
     console.print(f"     {escape(entry['why'])}")

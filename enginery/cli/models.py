@@ -42,7 +42,7 @@ def _show(rows: "list[VersionRow]") -> None:
             row.version,
             escape(" ".join(f"@{alias}" for alias in row.aliases)),
             verdict_text(row.verdict) or "[dim]unknown[/]",
-            row.precision.upper(),
+            escape(row.precision.upper()),
             number(row.score_pct, ".2f"),
             escape(row.gpu) or "[dim]none[/]",
             age_text(now - row.created),

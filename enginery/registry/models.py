@@ -1,5 +1,6 @@
 """Versions of registered models: how people name them, what they have shown, and a list of them."""
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,7 +80,7 @@ def _row(version: "RegisteredVersion") -> VersionRow:
     try:
         score_pct = float(tags.get("score_pct") or tags["top1_pct"])
     except (KeyError, ValueError):  # registered by an older enginery, or by something else
-        score_pct = None
+        score_pct = math.nan
     order = {CHAMPION: 0}
     return VersionRow(
         model=version.name,
@@ -87,7 +88,7 @@ def _row(version: "RegisteredVersion") -> VersionRow:
         aliases=tuple(sorted(version.aliases, key=lambda alias: (order.get(alias, 1), alias))),
         verdict=tags.get("verdict", ""),
         precision=tags.get("precision", ""),
-        score_pct=score_pct,
+        score_pct=score_pct if math.isfinite(score_pct) else None,
         validation_split_digest=tags.get("validation_split_digest", ""),
         bundle_digest=tags.get("bundle_digest", ""),
         gpu=tags.get("gpu", ""),

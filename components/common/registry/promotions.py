@@ -1,9 +1,9 @@
 """Records of promotions: how a version compares with the champion, and one entry of a model's audit log."""
 
 import re
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from components.common.contracts.records import Precision, Record
 from components.common.contracts.statistics import mcnemar, paired_difference
@@ -89,7 +89,7 @@ class AliasChange(Record):
     """The version that an alias pointed to, None for none, and the one that it is to point to."""
 
     before: str | None
-    after: str
+    after: str = Field(pattern="^[0-9]{1,9}$")
 
 
 class Change(Record):
@@ -98,7 +98,7 @@ class Change(Record):
     schema_version: Literal[2] = 2
     model: str
     kind: Kind
-    changes: dict[str, AliasChange] = Field(description="By alias.")
+    changes: dict[Annotated[str, AfterValidator(check_alias)], AliasChange] = Field(description="By alias.")
     why: str
     forced: bool = Field(False, description="Whether --force overruled a refusal.")
     overruled: str = Field("", description="The refusal that --force overruled.")

@@ -3,7 +3,7 @@
 import json
 import sqlite3
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,36 @@ def test_models_lists_versions(three: str) -> None:
     found = [(row["version"], row["aliases"], row["score_pct"]) for row in rows]
     assert found == [("3", ["champion", "candidate"], 60.0), ("2", [], 40.0), ("1", [], 50.0)]
     assert {(row["verdict"], row["precision"]) for row in rows} == {("pass, not proved", "int8")}
+
+
+def test_tags_of_somebody_else_are_shown_as_they_are(three: str, registry: Registry) -> None:
+    for key, value in (("precision", "[/x]"), ("verdict", "[/y]"), ("score_pct", "nan")):
+        registry.client.set_model_version_tag("m", "1", key, value)
+    text = enginery("models").output
+    assert ("[/X]" in text, "[/y]" in text) == (True, True)
+    assert [row["score_pct"] for row in json.loads(enginery("models", "m", "--json").output)] == [60.0, 40.0, None]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "code"),
+    [
+        ("when", "[/x]", ""),
+        ("changes", {"v1": {"before": None, "after": "3"}}, "log-damaged"),  # which MLflow never sets
+        ("changes", {"champion": {"before": None, "after": "[/x]"}}, "log-damaged"),
+    ],
+)
+def test_an_entry_of_the_log_that_somebody_changed(
+    three: str, registry: Registry, field: str, value: object, code: str
+) -> None:
+    file = sqlite_file(registry.uri)
+    assert file is not None
+    with closing(sqlite3.connect(file)) as connection, connection:
+        ((text,),) = connection.execute("SELECT value FROM params WHERE key = '0001'")
+        changed = json.dumps({**json.loads(text), field: value})
+        connection.execute("UPDATE params SET value = ? WHERE key = '0001'", (changed,))
+    for command in (("audit", "m"), ("promote", "m", "1", "--to", "staging", "--why", "x")):
+        with refuses(code) if code else nullcontext():
+            assert enginery(*command).exit_code == 0
 
 
 def test_rolled_back_bundles_come_back_by_a_person_only(
@@ -92,6 +122,14 @@ def test_a_database_that_may_only_be_read(three: str, registry: Registry) -> Non
     finally:
         event.remove(Pool, "checkout", read_only)
         event.remove(Pool, "checkin", as_before)
+
+
+def test_a_database_that_can_not_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is to move it away."""
+    (tmp_path / "mlflow.db").mkdir()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    with refuses("permission-denied", says=f"can't use {tmp_path / 'mlflow.db'}: it can't be opened or written"):
+        enginery("models")
 
 
 def test_a_database_that_another_process_holds(three: str, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
