@@ -45,6 +45,7 @@ NETWORKS = {"detection": "retinanet_resnet50_fpn", "segmentation": "deeplabv3_re
 @click.option("--image-size", default=512, show_default=True, help="Side of the square that networks see, in px.")
 @click.option("--compile", "compile_mode", default="off", show_default=True, help="train.compile")
 @click.option("--opt-batch", default=_BATCH_SIZE, show_default=True, help="That TensorRT tunes its kernels for.")
+@click.option("--optimization-level", default=1, show_default=True, help="0 builds fastest, 5 runs fastest.")
 @click.option("--reference-seconds", default=20.0, show_default=True, help="Of torchvision's training.")
 @result_options
 def main(
@@ -56,6 +57,7 @@ def main(
     image_size: int,
     compile_mode: str,
     opt_batch: int,
+    optimization_level: int,
     reference_seconds: float,
     results: Results,
 ) -> None:
@@ -74,8 +76,8 @@ def main(
         history = load(folder / "checkpoint", CheckpointManifest).manifest.history
         reference = _reference(task, name, data, image_size, reference_seconds)
         print(json.dumps({"task": task, "history": [each.model_dump() for each in history], **reference}), flush=True)
-        plans = ("--tensorrt", "on", "--optimization-level", "1", "--opt-batch", str(opt_batch), "--max-batch")
-        plans += (str(_BATCH_SIZE), "--mixed-engines", "1", "--num-selection-images", "1000")
+        plans = ("--tensorrt", "on", "--optimization-level", str(optimization_level), "--opt-batch", str(opt_batch))
+        plans += ("--max-batch", str(_BATCH_SIZE), "--mixed-engines", "1", "--num-selection-images", "1000")
         checkpoint = ("--model", str(folder / "checkpoint"))
         seconds["export"] = run_step("export", dataset, folder / "bundle", *checkpoint, *plans)
         speeds = ("--benchmark-batch-sizes", f"[1, {_BATCH_SIZE}]", "--benchmark-streams", "[1]")
@@ -106,9 +108,9 @@ def main(
             measures={key: value for key, value in row.items() if isinstance(value, float)},
             runs=[row],
             notes="From random weights. Scores are mAP@[.5:.95] and mIoU on validation images. TensorRT at "
-            f"optimization level 1, kernels tuned for {opt_batch} at once; speeds are medians of turns of all engines, "
-            "with copies but where a name ends in no_copies. torchvision's training: its references' steps, AMP, a "
-            "process per core decodes.",
+            f"optimization level {optimization_level}, kernels tuned for {opt_batch} at once; speeds are medians of "
+            "turns of all engines, with copies but where a name ends in no_copies. torchvision's training: its "
+            "references' steps, AMP, a process per core decodes.",
         )
 
 
