@@ -1,10 +1,13 @@
 """Folders that are written whole or not at all: beside their final place first."""
 
+import fcntl
 import os
+import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from components.common.contracts.errors import UserError
@@ -42,21 +45,63 @@ def new_folder(output: Path, what: str) -> Iterator[Path]:
         UserError: see `check_new`; or something else came there meanwhile.
     """
     check_new(output, what)
+    with temporary_folder(output) as temporary:
+        yield temporary
+        finish(temporary, output)
+
+
+@contextmanager
+def temporary_folder(output: Path) -> Iterator[Path]:
+    """A folder beside `output`, locked, which goes at the end if it still is there. What killed processes left goes."""
+    _remove_left(output)
     temporary = output.with_name(f".{output.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.mkdir()
-        yield temporary
-        for path in (*temporary.rglob("*"), temporary):
-            _sync(path)
-        try:
-            temporary.rename(output)  # fails where something that is not an empty folder has come there meanwhile
-        except OSError as error:
-            raise UserError(
-                f"can't write {output}: {error.strerror}; name a new folder", code="output-unwritable"
-            ) from None
-        _sync(output.absolute().parent)
+        with _locked(temporary):
+            yield temporary
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # there only if something failed
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def finish(folder: Path, output: Path) -> None:
+    """Give a folder its name, once all of it is on disk.
+
+    Raises:
+        UserError: something that is not an empty folder has come there meanwhile.
+    """
+    for path in (*folder.rglob("*"), folder):
+        _sync(path)
+    try:
+        folder.rename(output)
+    except OSError as error:
+        raise UserError(
+            f"can't write {output}: {error.strerror}; name a new folder", code="output-unwritable"
+        ) from None
+    _sync(output.absolute().parent)
+
+
+_SUFFIX = re.compile(r"\.[0-9a-f]{8}\.tmp")
+_MIN_AGE_S = 60.0  # one that just begins has so long to lock its folder
+
+
+def _remove_left(output: Path) -> None:
+    with suppress(OSError):  # such as of a file system without locks, where they stay
+        for left in output.absolute().parent.iterdir():
+            is_own = left.name.startswith(f".{output.name}.") and _SUFFIX.fullmatch(left.name, len(output.name) + 1)
+            if is_own and time.time() - left.stat().st_mtime > _MIN_AGE_S:
+                with suppress(BlockingIOError), _locked(left, must=True):
+                    shutil.rmtree(left, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path, *, must: bool = False) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        with nullcontext() if must else suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _sync(path: Path) -> None:

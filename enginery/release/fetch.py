@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from components.common.registry.trust import (
     read_statements,
     statement_names,
 )
-from enginery.new_folders import check_new
+from enginery.new_folders import check_new, finish, temporary_folder
 from enginery.release.verify import OLD_SIGNATURE, SUMS, read_list, read_sums
 
 OCI = "oci://"
@@ -107,13 +106,13 @@ def fetch(source: str, target: Path, digest: str = "") -> Identity:
         return _checked(target, digest, str(target))
     target.absolute().parent.mkdir(parents=True, exist_ok=True)
     check_new(target, "an artifact")
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetching-") as folder:
-        copy = Path(folder, "copy")
+    with temporary_folder(target) as folder:
+        copy = folder / "copy"
         pulled = source.startswith(OCI)
         if urlparse(source).scheme and not pulled:
             _download(source.rstrip("/"), copy, digest)
         else:
-            origin = _pull(source, Path(folder, "all"), digest) if pulled else Path(source)
+            origin = _pull(source, folder / "all", digest) if pulled else Path(source)
             if not is_release(origin):
                 _copy(origin, copy, source, digest, pulled)
             elif pulled:
@@ -121,7 +120,12 @@ def fetch(source: str, target: Path, digest: str = "") -> Identity:
             else:
                 shutil.copytree(origin, copy, symlinks=True)
         found = _checked(copy, digest, source)
-        copy.rename(target)
+        try:
+            finish(copy, target)
+        except UserError:
+            if not target.exists():
+                raise
+            return _checked(target, found.digest, str(target))  # another process was faster
     return found
 
 

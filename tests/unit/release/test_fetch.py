@@ -1,5 +1,6 @@
 """fetch: an artifact comes complete, as its digest says, or not at all."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from components.common.contracts.digests import digest_bytes
 from components.common.contracts.manifests import MANIFEST, BundleManifest, load
 from components.common.registry import model_registry, trust
 from components.common.registry.model_registry import download
+from enginery.release import fetch as fetching
 from enginery.release.fetch import fetch, read_identity
 from tests.serving import Served, serving
 from tests.unit.registered import Machine, enginery, files, flip, make_chain, refuses, reseal
@@ -53,6 +55,23 @@ def test_what_is_listed_comes_and_nothing_else(bundle: Path, tmp_path: Path) -> 
     assert enginery("fetch", bundle, tmp_path / "x", "--digest", "sha256:3b3b").exit_code == 2  # not in full
     with refuses("no-digest", "--digest"):
         enginery("fetch", bundle, tmp_path / "x")
+
+
+def test_two_fetch_into_one_folder(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slower one finds what it was asked for, and what a killed one left goes."""
+    target, left = tmp_path / "copy", tmp_path / ".copy.01234567.tmp"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    check = fetching._checked
+
+    def then_another(folder: Path, *arguments: str) -> Any:
+        monkeypatch.setattr(fetching, "_checked", check)
+        fetch(str(bundle), target, digest_of(bundle))
+        return check(folder, *arguments)
+
+    monkeypatch.setattr(fetching, "_checked", then_another)
+    assert fetch(str(bundle), target, digest_of(bundle)).digest == digest_of(target)
+    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize("grown", ["int8.onnx", MANIFEST, "model.sig", "more.dsse.json", "more.bin"])

@@ -75,7 +75,7 @@ def not_fetched(code: str, source: str, target: Path, digest: str = "") -> str:
     with refuses(code) as caught:
         fetch(source, target, digest)
     assert not target.exists()
-    assert not list(target.parent.glob(".fetching-*"))
+    assert not list(target.parent.glob(".*.tmp"))
     return str(caught.value)
 
 

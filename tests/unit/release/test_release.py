@@ -1,5 +1,6 @@
 """`enginery release`: what is in the folder, what is refused, and that nothing half-written stays."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -214,12 +215,19 @@ def test_keys_of_every_kind(proved, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # --- nothing half-written
 
 
-def test_what_a_killed_process_of_the_same_number_left(proved, tmp_path: Path) -> None:
-    """In containers each is number 1. Another may write there just now."""
-    left = tmp_path / f".out.{os.getpid()}.tmp"
-    left.mkdir()
+def test_what_killed_processes_left(proved, tmp_path: Path) -> None:
+    """It goes, and what another process writes just now stays, even for hours."""
+    killed, begun, held, mine = (tmp_path / f".out.{name}.tmp" for name in ("0" * 8, "1" * 8, "2" * 8, "mine"))
+    for left in (killed, begun, held, mine):
+        left.mkdir()
+        (left / "part").touch()
+        if left != begun:
+            os.utime(left, (0, 0))
+    descriptor = os.open(held, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
     release(tmp_path / "out", proved.parts)
-    assert left.is_dir()
+    assert [left.exists() for left in (killed, begun, held, mine)] == [False, True, True, True]
+    os.close(descriptor)
 
 
 def test_an_interrupted_release_leaves_nothing(proved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
