@@ -85,7 +85,12 @@ def shown(text: str) -> str:
 
     Lines stay lines. A text that was treated stays as it is.
     """
-    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], _ADDRESS.sub(lambda found: _hidden(found[0]), text))
+    return visible(_ADDRESS.sub(lambda found: _hidden(found[0]), text))
+
+
+def visible(text: str) -> str:
+    r"""The text with control characters as \x1b and so on. Lines stay lines."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def _hidden(address: str) -> str:

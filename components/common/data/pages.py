@@ -6,15 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from components.common.contracts.errors import visible
 
 _SHARED = Path(__file__).parents[1] / "templates"  # the style sheet
 
 
 def templates(*folders: Path, filters: dict[str, Callable[..., Any]]) -> Environment:
-    """Templates of these folders and the shared ones, which escape what is put into them and refuse what is missing."""
+    """Templates of these folders and the shared ones.
+
+    They escape what is put into them, control characters too, and refuse what is missing.
+    """
     found = Environment(
         loader=FileSystemLoader([*folders, _SHARED]),
         autoescape=True,
+        finalize=_visible,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -22,6 +29,10 @@ def templates(*folders: Path, filters: dict[str, Callable[..., Any]]) -> Environ
     )
     found.filters |= filters
     return found
+
+
+def _visible(value: Any) -> Any:
+    return type(value)(visible(value)) if isinstance(value, Markup | str) else value
 
 
 def data_uri(file: bytes) -> str:
