@@ -1,4 +1,4 @@
-"""A disk that is full or can't be written, or a database in use, as one line with its fix."""
+"""A disk that is full or can't be written, a limit of files, or a database in use, as one line with its fix."""
 
 import errno
 import os
@@ -12,6 +12,7 @@ from components.common.contracts.errors import EngineryError, UserError
 
 _FULL_BYTES = 256 << 10  # less is free only where something has just failed to write
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_TOO_LARGE_WORDS = re.compile(r"file too large|os error 27\b", re.IGNORECASE)
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 # What libraries make of ENOSPC when they don't raise OSError: SQLite, Rust (safetensors), C++ (OpenVINO, protobuf).
 _NO_SPACE_WORDS = re.compile(r"no space left|disk is full|os error 28\b|disk quota exceeded", re.IGNORECASE)
@@ -28,7 +29,7 @@ def explain(error: BaseException, place: Path) -> EngineryError | None:
         error: what was caught.
         place: where the process writes, for errors that don't name a file.
     """
-    return out_of_space(error, place) or _refused(error, place) or _locked(error) or full(place)
+    return out_of_space(error, place) or _refused(error, place) or _locked(error) or _limited(error) or full(place)
 
 
 def out_of_space(error: BaseException, place: Path) -> EngineryError | None:
@@ -69,6 +70,17 @@ def _locked(error: BaseException) -> EngineryError | None:
             "another process keeps MLflow's database locked; wait until it is done, or end it, then run the same "
             "command again (finished steps are kept)",
             code="database-locked",
+        )
+    return None
+
+
+def _limited(error: BaseException) -> EngineryError | None:
+    """Return the error of a file that is larger than this process may write."""
+    if any(_TOO_LARGE_WORDS.search(str(cause)) for cause in _causes(error)):
+        return EngineryError(
+            "a file would be larger than this shell or the disk allows; raise the limit (ulimit -f unlimited), or "
+            "write to another disk, then run the same command again (finished steps are kept)",
+            code="file-too-large",
         )
     return None
 

@@ -35,6 +35,8 @@ def test_an_interrupt_during_imports_ends_with_130_and_no_word(name: str, number
         ("PermissionError(13, 'Permission denied', 'out/bundle')", "permission-denied"),
         ("shutil.Error([('a', 'b', \"[Errno 13] Permission denied: 'a'\")])", "permission-denied"),
         ("OSError(28, 'No space left on device', '/')", "no-space"),
+        ("OSError(27, 'File too large')", "file-too-large"),
+        ("RuntimeError('Error while serializing: I/O error: File too large (os error 27)')", "file-too-large"),
         ("pathlib.Path('~nobody-of-this-name/x').expanduser()", "no-home"),
     ],
 )
