@@ -319,7 +319,10 @@ def write_repository(
         message = f"the bundle {source.bundle.path} has no {source.precision.upper()} model; it holds {held}"
         raise UserError(message, code="no-such-precision", setting="precision")
     if broken := [label for label in bundle.classes if "\n" in label]:
-        message = f"the class {broken[0]!r} has a line break in its name, which a list of labels can't hold"
+        message = (
+            f"the class {broken[0]!r} has a line break in its name, which a list of labels can't hold; rename it in "
+            "the data, and train again"
+        )
         raise UserError(message, code="invalid-class-name")
     if stripped := [entry.file for entry in source.measured_engines if STRIPPED in entry.flags]:
         raise UserError(

@@ -193,4 +193,11 @@ def find_samples(
         message = f"{data} is a table, which has one class per image; for {task} {labels_of(task).wanted}"
         raise UserError(message, code="no-annotations", setting="data")
     options = Options(names=names, val_fraction=val_fraction, seed=seed, of_tree=labels_of(task).list_samples)
-    return kind.list_samples(data, scratch, options)
+    source = kind.list_samples(data, scratch, options)
+    if broken := [str(label) for label, name in enumerate(source.classes) if "\n" in name]:
+        raise UserError(
+            f"{data} has line breaks in names of classes (in their order, from 0: {', '.join(broken[:5])}), which a "
+            "served list of labels can't hold; rename these classes",
+            code="invalid-class-name",
+        )
+    return source

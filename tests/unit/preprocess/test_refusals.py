@@ -45,6 +45,7 @@ def start(*arguments: str, prefix: tuple[str, ...] = ()) -> tuple[int, str]:
         ({"train": 2, "val/a": 2}, "no-class-folders"),
         ({"train/a": 2, "train/b": 2, "val/a": 2, "val/new": 2}, "unknown-classes"),
         ({"train/a": 2, "train/b": 2, "val/a": 0}, "empty-split"),
+        ({"one": 4, "two\nlines": 4}, "invalid-class-name"),
     ],
     ids=str,
 )
