@@ -18,8 +18,9 @@ from components.common.contracts.manifests import write_atomically
 from components.common.contracts.records import DatasetStatistics, NearDuplicates, Split
 from components.common.data.image_files import read_images, read_listing, thumbnail
 from components.common.data.pages import data_uri, templates
+from components.common.data.read_alike import Rejected
 from components.preprocess.data_issues import SPLIT_WORDS, Issues, SideHistogram, SplitName
-from components.preprocess.decoding import Rejected, decode
+from components.preprocess.decoding import decode
 
 DATA_CARD = "data_card.html"
 _MAX_ROWS = 30  # classes whose table is open; of more, the largest and the smallest are

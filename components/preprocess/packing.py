@@ -30,12 +30,13 @@ from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import PARTIAL_OUTPUT, prepare_directory, write_atomically
 from components.common.contracts.records import FileEntry, FileName, Record
 from components.common.contracts.settings import how_to_set
+from components.common.data.read_alike import Rejected, as_png
 from components.common.process.lifetime import end_with_creator
 from components.common.process.partial_output import earlier_outputs, hold, open_partial
 from components.common.process.steplog import StepLog
 from components.common.tasks import TASKS
 from components.preprocess.config import PreprocessConfig
-from components.preprocess.decoding import THUMBNAIL_SIDE, PixelSums, Rejected, as_png, decode, gray_thumbnail, shrink
+from components.preprocess.decoding import THUMBNAIL_SIDE, PixelSums, decode, gray_thumbnail, shrink
 from components.preprocess.sources import Sample, Source, Storage, Unreadable, read_sample
 from components.preprocess.tasks import labels_of
 

@@ -21,7 +21,8 @@ from components.common.data.baseline import (
     example_name,
 )
 from components.common.data.evaluation import confidences_and_entropies
-from components.common.data.image_files import check_encoded, rgb, thumbnail
+from components.common.data.image_files import rgb, thumbnail
+from components.common.data.read_alike import check_encoded
 
 _COLUMNS: tuple[StatisticName, ...] = ("class", "confidence", "entropy", *IMAGE_STATISTICS)
 _COUNTERS = {

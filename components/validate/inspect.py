@@ -23,7 +23,8 @@ from components.common.contracts.records import Precision
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.dali_pipelines import load_image
 from components.common.data.evaluation import probabilities
-from components.common.data.image_files import check_encoded, undecodable
+from components.common.data.image_files import undecodable
+from components.common.data.read_alike import check_encoded
 from components.common.runtimes import RuntimeOption
 from components.common.runtimes.onnx_files import read_onnx
 from components.common.runtimes.selection import RuntimeSelection, select_runtimes
@@ -194,8 +195,7 @@ def load_input(file: Path, transform: TransformSpec) -> np.ndarray:
     Raises:
         UserError: there is no such file, or it is not an image that preprocess takes.
     """
-    data = _read(file)
-    check_encoded(data, str(file))
+    data, _ = check_encoded(_read(file), str(file))
     try:
         return load_image(data, transform)
     except RuntimeError as error:

@@ -11,7 +11,8 @@ from functools import cache
 import numpy as np
 from PIL import Image
 
-from components.preprocess.decoding import Rejected, as_png, decode
+from components.common.data.read_alike import Rejected, as_png
+from components.preprocess.decoding import decode
 from tests.fuzz.running import limited
 
 BATCH = 50

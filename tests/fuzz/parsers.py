@@ -31,10 +31,10 @@ from components.common.contracts.manifests import (
     digest_file,
     load,
 )
+from components.common.data.read_alike import Rejected
 from components.common.runtimes.architectures import load_weights, read_weights
 from components.common.tasks import TaskName
 from components.export.onnx_export import read_user_onnx
-from components.preprocess.decoding import Rejected
 from components.preprocess.sources import Unreadable, read_sample
 from components.preprocess.tasks import labels_of
 from tests.fuzz.images import mutate

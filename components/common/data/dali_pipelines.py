@@ -19,7 +19,8 @@ from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import UserError
 from components.common.contracts.records import DatasetStatistics
 from components.common.contracts.transforms import Augmentation, TransformSpec
-from components.common.data.image_files import check_encoded, undecodable
+from components.common.data.image_files import undecodable
+from components.common.data.read_alike import check_encoded
 
 _INTERPOLATION = {"bilinear": types.DALIInterpType.INTERP_LINEAR, "bicubic": types.DALIInterpType.INTERP_CUBIC}
 _MAX_PREALLOCATION_BYTES = 4 << 30
@@ -322,11 +323,11 @@ class ImageBatches:
             max_bytes: longest content; None for any.
         """
         found: dict[int, LoadedImage | UserError] = {}
-        chunk: dict[int, int] = {}  # images that are decoded together, and how many pixels each has
+        chunk: dict[int, tuple[bytes, int]] = {}  # images that are decoded together, and how many pixels each has
 
         def decode() -> None:
-            images = self._load_chunk([encoded[index] for index in chunk], [names[index] for index in chunk])
-            for (index, size), image in zip(chunk.items(), images, strict=True):
+            images = self._load_chunk([data for data, _ in chunk.values()], [names[index] for index in chunk])
+            for (index, (_, size)), image in zip(chunk.items(), images, strict=True):
                 found[index] = image if isinstance(image, UserError) else LoadedImage(pixels=image, num_sent=size)
             chunk.clear()
 
@@ -337,13 +338,15 @@ class ImageBatches:
                         f"{name} has {len(data):,} bytes, and {max_bytes:,} are taken at most; make it smaller",
                         code="image-too-large",
                     )
-                size = check_encoded(data, name)
+                alike, size = check_encoded(data, name)
             except UserError as error:
                 found[index] = error
                 continue
-            if chunk and (len(chunk) == self._batch_size or sum(chunk.values()) + size > _MOST_PIXELS):
+            if chunk and (
+                len(chunk) == self._batch_size or sum(each for _, each in chunk.values()) + size > _MOST_PIXELS
+            ):
                 decode()
-            chunk[index] = size
+            chunk[index] = alike, size
         if chunk:
             decode()
         return [found[index] for index in range(len(encoded))]

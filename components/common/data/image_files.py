@@ -6,16 +6,15 @@ from collections.abc import Collection, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile
 
 from components.common.contracts.errors import UserError
-from components.common.contracts.foreign import LFS_POINTER, MAX_PIXELS
 from components.common.contracts.transforms import TransformSpec
 
 IMAGE_EXTENSIONS = ("jpg", "png", "webp", "bmp", "tif")  # of members of a shard
-# What preprocess takes into a dataset: these formats, and of TIFF only what DALI reads as Pillow does.
+# What preprocess takes into a dataset. TIFF also holds what is no picture, such as integers whose scale nobody tells.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF")
-_TIFF_MODES = ("L", "LA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B")
+TIFF_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B")
 _TRANSPOSITIONS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -26,7 +25,6 @@ _TRANSPOSITIONS = {
     8: Image.Transpose.ROTATE_90,
 }
 _TURNING = (5, 6, 7, 8)  # orientations that swap width and height
-_ACCEPTED = "take a JPEG, PNG, WebP, BMP or TIFF of 8 bits per channel"
 
 
 def open_image(data: bytes) -> ImageFile.ImageFile:
@@ -39,15 +37,20 @@ def open_image(data: bytes) -> ImageFile.ImageFile:
     return Image.open(io.BytesIO(data), formats=_FORMATS)
 
 
-def upright(image: Image.Image) -> Image.Image:
-    """Apply the EXIF orientation, as DALI does; a damaged EXIF block says nothing."""
+def orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation that DALI applies, 1 to 8; a damaged EXIF block says nothing."""
     for xmp in ("xmp", "XML:com.adobe.xmp"):  # Pillow looks for an orientation there too, and DALI does not
         image.info.pop(xmp, None)
     try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation)
+        found = image.getexif().get(ExifTags.Base.Orientation)
     except Exception:  # Pillow's EXIF parser raises anything
-        return image
-    turn = _TRANSPOSITIONS.get(orientation)  # type: ignore[arg-type]  # whatever the file says
+        return 1
+    return int(found) if found in _TRANSPOSITIONS else 1  # whatever the file says
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """Apply the EXIF orientation, as DALI does."""
+    turn = _TRANSPOSITIONS.get(orientation(image))
     return image if turn is None else image.transpose(turn)
 
 
@@ -61,16 +64,15 @@ def upright_size(data: bytes) -> tuple[int, int]:
     """Width and height of an image that was checked, upright, without decoding it."""
     image = open_image(data)
     width, height = image.size
-    try:
-        orientation = int(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except Exception:  # Pillow's EXIF parser raises anything
-        return width, height
-    return (height, width) if orientation in _TURNING else (width, height)
+    is_turned = orientation(image) in _TURNING and image.format != "TIFF"  # whose size Pillow has turned already
+    return (height, width) if is_turned else (width, height)
 
 
 def rgb(data: bytes) -> Image.Image:
     """Decode an image that was checked: upright RGB, as DALI delivers it."""
-    image = upright(open_image(data))
+    opened = open_image(data)
+    opened.load()  # where Pillow turns a TIFF by itself
+    image = upright(opened)
     return from_16_bit(image) if image.mode.startswith("I;16") else image.convert("RGB")
 
 
@@ -89,45 +91,6 @@ def thumbnail(image: Image.Image, *, max_side: int, exact_side: int) -> bytes:
     encoded = io.BytesIO()
     image.save(encoded, "PNG" if is_small else "JPEG", quality=80)
     return encoded.getvalue()
-
-
-def check_encoded(data: bytes, name: str) -> int:
-    """Refuse what DALI stops at without a word that helps, or reads in another way than preprocess has it.
-
-    Args:
-        data: a file's content.
-        name: what to call it: a path, or which one of several images it is.
-
-    Returns:
-        How many pixels it has.
-
-    Raises:
-        UserError: it is not an image that preprocess takes.
-    """
-    try:
-        with open_image(data) as image:
-            if image.format == "TIFF" and image.mode not in _TIFF_MODES:
-                message = f"{name} is a TIFF of mode {image.mode}, which is not supported; {_ACCEPTED}"
-                raise UserError(message, code="unsupported-tiff")
-            if (num_pixels := image.width * image.height) > MAX_PIXELS:
-                raise UserError(
-                    f"{name} is too large: {num_pixels:,} pixels, at most {MAX_PIXELS:,} are taken; make it smaller",
-                    code="image-too-large",
-                )
-            image.load()
-            return num_pixels
-    except UserError:
-        raise
-    except UnidentifiedImageError:
-        if data.startswith(LFS_POINTER):
-            text = f"{name} is a pointer of Git LFS, not the image itself; run `git lfs pull` in its repository"
-            raise UserError(text, code="git-lfs-pointer") from None
-        raise UserError(f"{name} is not an image; {_ACCEPTED}", code="not-an-image") from None
-    except Image.DecompressionBombError:
-        message = f"{name} is too large: at most {MAX_PIXELS:,} pixels are taken; make it smaller"
-        raise UserError(message, code="image-too-large") from None
-    except Exception as error:  # Pillow's parsers let everything through
-        raise UserError(f"{name} is damaged: {error}; save it again as JPEG or PNG", code="damaged-image") from None
 
 
 def decoder_reason(error: RuntimeError) -> str:

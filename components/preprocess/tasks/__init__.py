@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from components.common.data.read_alike import Rejected
 from components.common.tasks import TaskName
-from components.preprocess.decoding import Rejected
 
 if TYPE_CHECKING:
     from components.preprocess.sources.folders import Tree

@@ -5,8 +5,9 @@ import hashlib
 import numpy as np
 from PIL import Image
 
+from components.common.data.read_alike import Rejected, as_png
 from components.common.tasks.segmentation import VOID
-from components.preprocess.decoding import Rejected, as_png, decode_mask
+from components.preprocess.decoding import decode_mask
 from components.preprocess.outlines import outline_of, paint
 from components.preprocess.sources import Sample, Storage, Unreadable, read_sample
 from components.preprocess.sources.masks import WANTED, masks_source

@@ -13,12 +13,13 @@ from PIL import Image, ImageOps
 
 from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.transforms import Augmentation
-from components.common.data.dali_pipelines import load_image
-from components.common.data.image_files import check_encoded
+from components.common.data.dali_pipelines import ImageBatches, load_image
+from components.common.data.image_files import rgb, upright_size
 from components.common.data.loader import Loader
+from components.common.data.read_alike import Rejected, as_png, check_encoded
 from components.common.runtimes.runner import to_numpy
 from components.preprocess.config import PreprocessConfig
-from components.preprocess.decoding import Rejected, as_png, decode, shrink
+from components.preprocess.decoding import decode, shrink
 from tests.conftest import preprocess
 from tests.processes import ROOT, run_python
 from tests.unit.refusals import refuses
@@ -294,6 +295,21 @@ def test_the_loader_shows_the_side_up_that_preprocess_saw(data: bytes, becomes_p
     assert np.abs(seen - pixels).max() <= 3
 
 
+ASKED = GOOD | AS_IT_IS | AS_PNG | {f"exif{turn}.tif": saved(PICTURE, "TIFF", exif=exif(turn)) for turn in range(2, 9)}
+ASKED["gray_alpha.tif"] = saved(PICTURE.convert("LA"), "TIFF")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about damaged blocks
+@pytest.mark.parametrize("data", [pytest.param(data, id=name) for name, data in ASKED.items()])
+def test_a_model_is_asked_with_the_pixels_that_it_was_trained_on(data: bytes) -> None:
+    """An image that is sent to a server is not packed, and DALI alone would read some in its own way."""
+    extension, image = decode(data, max_pixels=1_000_000)
+    packed = load_image(data if extension else as_png(image), plain(SIDE))
+    asked = ImageBatches(plain(SIDE), 1).load([data], ["x"])
+    assert np.array_equal(asked, packed)
+    assert (upright_size(data), rgb(data).tobytes()) == (image.size, image.tobytes())
+
+
 @pytest.mark.parametrize("size", [(500, 375), (375, 500), (65, 4000), (64 * 3, 64 * 3)])
 def test_the_shorter_side_of_a_large_image_becomes_exactly_the_limit(size: tuple[int, int]) -> None:
     data, image = shrink(gradient(*size), 64, 90)
@@ -306,7 +322,8 @@ def test_the_shorter_side_of_a_large_image_becomes_exactly_the_limit(size: tuple
 TIGHT = """
 import io, resource, psutil
 from PIL import Image
-from components.preprocess.decoding import decode, Rejected
+from components.preprocess.decoding import decode
+from components.common.data.read_alike import Rejected
 encoded = io.BytesIO()
 Image.new("1", (12000, 12000)).save(encoded, "PNG")
 limit = psutil.Process().memory_info().vms + 200_000_000

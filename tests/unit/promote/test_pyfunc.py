@@ -261,7 +261,7 @@ def test_the_bad_one_of_many_is_named_and_the_next_call_works(model, images) -> 
 
 
 def test_what_dali_alone_refuses_is_named(model, images, monkeypatch) -> None:
-    monkeypatch.setattr("components.common.data.dali_pipelines.check_encoded", lambda *_: 1)
+    monkeypatch.setattr("components.common.data.dali_pipelines.check_encoded", lambda data, _: (data, 1))
     with pytest.raises(EngineryError, match="image 1 can't be decoded"):
         model.predict([images[0], b"\xff\xd8\xff\xe0 no JPEG", images[1]])
     assert len(model.predict(images[:2])) == 2
