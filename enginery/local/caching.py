@@ -49,7 +49,7 @@ _STEPS: dict[str, tuple[type[Manifest], tuple[str, ...], bool]] = {
     "gate": (VerdictManifest, (), False),
 }
 # Settings that say where something is, not what it is; their content is in the key instead.
-_PATH_SETTINGS = ("data", "class_names_file", "cache")
+_PATH_SETTINGS = ("data", "class_names_file", "pretrained", "cache")
 _BUDGET = ("max_drop_points", "min_relative_score_pct")  # of the gate's thresholds, what export keeps to
 _BEGUN = ".begun"  # ending of a note in a run's cache directory
 _RESUMABLE = ("preprocess", "train")  # steps that resume what a killed run has left of them
@@ -292,6 +292,8 @@ def source_digest(step: str) -> str:
 
 def _contents(setting: str, value: str) -> str:
     """The content behind a setting that says where something is."""
+    if setting == "pretrained" and not local_path(value).exists():
+        return value  # a URI, or published weights: training from them again takes hours
     if setting != "data":
         return fingerprint(Path(value))
     if is_uri(value):

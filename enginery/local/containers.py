@@ -39,7 +39,7 @@ _PASSED_ON = (
     "NO_PROXY",
     DEBUG_VARIABLE,
 )
-_PATH_SETTINGS = (("preprocess", "class_names_file"), ("export", "cache"))
+_PATH_SETTINGS = (("preprocess", "class_names_file"), ("train", "pretrained"), ("export", "cache"))
 
 
 @contextmanager

@@ -237,13 +237,16 @@ def test_what_a_container_may_do(containers: Callable[..., Containers], monkeypa
 
 
 def test_inputs_are_mounted_to_be_read_only(containers: Callable[..., Containers], tmp_path: Path) -> None:
-    images, model = tmp_path / "images", tmp_path / "own/model.onnx"
+    images, model, weights = tmp_path / "images", tmp_path / "own/model.onnx", tmp_path / "weights/w.pt"
     images.mkdir()
-    model.parent.mkdir()
-    model.touch()
-    made = containers(data=str(images), model=str(model), preprocess={"class_names_file": ""})
+    for file in (model, weights):
+        file.parent.mkdir()
+        file.touch()
+    settings = {"preprocess": {"class_names_file": ""}, "train": {"pretrained": str(weights)}}
+    made = containers(data=str(images), model=str(model), **settings)
     mounts = {mount["Target"]: mount["ReadOnly"] for mount in made.runner({}).container_run_args["mounts"]}
-    assert mounts == {str(tmp_path / "state"): False, str(images): True, str(model.parent): True}
+    inputs = dict.fromkeys(map(str, (images, model.parent, weights.parent)), True)
+    assert mounts == {str(tmp_path / "state"): False, **inputs}
     assert len(containers(data="s3://bucket/images").runner({}).container_run_args["mounts"]) == 1  # the state alone
 
 

@@ -111,6 +111,18 @@ def test_data_may_move_but_not_change(cached: Cached, data: Path, tmp_path: Path
     assert changed(before, cached(data=str(moved))) == STEPS
 
 
+def test_weights_to_begin_with_may_move_but_not_change(cached: Cached, tmp_path: Path) -> None:
+    first, moved = tmp_path / "first.pt", tmp_path / "moved.pt"
+    first.write_bytes(b"weights")
+    moved.write_bytes(b"weights")
+    before = cached(f"train.pretrained={first}")
+    assert cached(f"train.pretrained={moved}").keys == before.keys
+    moved.write_bytes(b"WEIGHTS")
+    assert changed(before, cached(f"train.pretrained={moved}")) == STEPS[1:]
+    uris = [cached(f"train.pretrained=s3://bucket/{name}.pt").keys for name in ("a", "a", "b")]
+    assert uris[0] == uris[1] != uris[2]
+
+
 def test_fingerprint_sees_every_change_of_a_folder(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy, outside = tmp_path / "copy", tmp_path / "outside"
     outside.mkdir()
