@@ -5,7 +5,6 @@ memory, and no line beyond MAX_LINE_BYTES.
 """
 
 import gzip
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from components.common.data.places import (
 )
 from components.preprocess.sources.annotations import split_of
 from components.preprocess.sources.folders import LocalTree, damaged, remote_tree, shown
+from components.preprocess.sources.samples import refuse_utf16
 
 MAX_LINE_BYTES = 1 << 20
 SUFFIXES = (".tsv", ".tsv.gz", ".tmx", ".tmx.gz")  # of a single file
@@ -39,13 +39,6 @@ _CHUNK_BYTES = 1 << 16
 _MAX_XML_TOKEN = 1 << 23  # bytes of a tag; text comes in pieces
 _MAX_DEPTH = 100  # of elements within each other, of which the parser keeps the names
 _MARKUP = ("bpt", "ept", "it", "ph", "ut")  # of TMX: codes of the text's own format, which are no part of the sentence
-# How files begin that are not UTF-8: with a mark, or with Latin letters of two bytes each.
-_WIDE = {
-    re.compile(rb"\xff\xfe\0\0|\0\0\xfe\xff"): "UTF-32",
-    re.compile(rb"\xff\xfe|\xfe\xff"): "UTF-16",
-    re.compile(rb"[^\0]\0[^\0]\0"): "UTF-16LE",
-    re.compile(rb"\0[^\0]\0[^\0]"): "UTF-16BE",
-}
 
 
 class Pair(NamedTuple):
@@ -172,7 +165,7 @@ def _lines(opener: Callable[[], BinaryIO], where: str) -> Iterator[tuple[str, st
         first = True
         while raw := stream.readline(MAX_LINE_BYTES):
             if first:
-                _refuse_utf16(raw, where)
+                refuse_utf16(raw, where)
                 raw = raw.removeprefix(b"\xef\xbb\xbf")
                 first = False
             is_cut = len(raw) >= MAX_LINE_BYTES and not raw.endswith(b"\n")
@@ -186,14 +179,6 @@ def _lines(opener: Callable[[], BinaryIO], where: str) -> Iterator[tuple[str, st
                 yield raw.decode(), ""
             except UnicodeDecodeError:
                 yield raw.decode(errors="replace"), "encoding"
-
-
-def _refuse_utf16(raw: bytes, where: str) -> None:
-    """A file of two or four bytes a character has no line that could be used."""
-    for start, name in _WIDE.items():
-        if start.match(raw):
-            message = f"{where} is {name}, and UTF-8 is needed; convert it: iconv -f {name} -t UTF-8 FILE > OTHER"
-            raise UserError(message, code="not-utf8", setting="data")
 
 
 class _Opened:

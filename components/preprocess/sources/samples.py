@@ -12,6 +12,13 @@ from components.common.contracts.errors import UserError
 from components.common.data.places import Place, Unreadable, check_size
 
 SYNSET_MAPS = ("LOC_synset_mapping.txt", "synset_words.txt")
+# How files begin that are not UTF-8: with a mark, or with Latin letters of two bytes each.
+_WIDE = {
+    re.compile(rb"\xff\xfe\0\0|\0\0\xfe\xff"): "UTF-32",
+    re.compile(rb"\xff\xfe|\xfe\xff"): "UTF-16",
+    re.compile(rb"[^\0]\0[^\0]\0"): "UTF-16LE",
+    re.compile(rb"\0[^\0]\0[^\0]"): "UTF-16BE",
+}
 _SYNSET_LINE = re.compile(r"(n\d{8})\s+(\S.*)")
 
 
@@ -31,6 +38,14 @@ class ClassNames:
 
 
 NOT_SHOWN = "(not shown, since it was fetched)"  # in place of text from a file that may be none of ours
+
+
+def refuse_utf16(start: bytes, where: str) -> None:
+    """Refuse a file that begins as text of two or four bytes a character, of which no line could be used."""
+    for pattern, name in _WIDE.items():
+        if pattern.match(start):
+            message = f"{where} is {name}, and UTF-8 is needed; convert it: iconv -f {name} -t UTF-8 FILE > OTHER"
+            raise UserError(message, code="not-utf8", setting="data")
 
 
 def plain_names(names: Iterable[str]) -> ClassNames:

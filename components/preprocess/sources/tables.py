@@ -34,6 +34,7 @@ from components.preprocess.sources.samples import (
     check_two_classes,
     hold_out,
     plain_names,
+    refuse_utf16,
 )
 
 _KEYS = ("path", "label", "split")
@@ -172,6 +173,8 @@ def _relative(path: str, place: Place, where: str) -> str:
 
 def csv_rows(table: Path, name: str) -> Iterator[TableRow]:
     """Rows of a CSV file. Raises UserError."""
+    with table.open("rb") as binary:
+        refuse_utf16(binary.read(4), name)
     # Paths need not be UTF-8.
     with table.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.reader(_lines(file, name), strict=True)

@@ -160,6 +160,8 @@ def test_what_editors_make_of_a_csv(tmp_path: Path) -> None:
     for data, code in (
         (b'path,label\na/000.png,a\n"a/001.png,a\n', "damaged-table"),
         (b"path,label\na/000.png,caf\xe9\n", "not-utf8"),
+        ("path,label\na/000.png,a\n".encode("utf-16"), "not-utf8"),  # a spreadsheet's "Unicode text"
+        ("path,label\na/000.png,a\n".encode("utf-16-le"), "not-utf8"),
     ):
         table.write_bytes(data)
         with refuses(code):
