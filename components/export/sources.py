@@ -128,6 +128,8 @@ def check_model(model: Path, architecture: str, classes: Sequence[str] | None, i
         if checkpoint is not None:
             _module_of_checkpoint(checkpoint)
         return
+    if model.suffix.lower() in WEIGHT_SUFFIXES and not architecture and model.is_file():
+        read_weights(model)  # what holds none is refused for that
     check_file(model, architecture)
     if model.suffix.lower() == ".onnx":
         classifier, _ = read_user_onnx(model)

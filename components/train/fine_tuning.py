@@ -89,18 +89,41 @@ def _begin_with(
         log.note(f"the pretrained weights are for other classes: {', '.join(sorted(head))} start fresh")
 
 
+def check_pretrained(config: TrainConfig) -> None:
+    """Refuse weights that can't be used before a run; what would be downloaded is left to training.
+
+    Raises:
+        UserError: there are no such weights on this machine, or they are others than meant.
+        EngineryError: the Checkpoint is damaged.
+    """
+    name = config.pretrained
+    if is_uri(name):
+        _check_weights_uri(name)
+    elif name and (path := _local(config)) is not None:
+        _check_digest(path, config.pretrained_sha256, name)
+        read_weights(path, name)
+
+
+def _local(config: TrainConfig) -> Path | None:
+    """Return the file of weights on this machine, which need not be there; None for published ones."""
+    name = config.pretrained
+    path = local_path(name)
+    if (path / MANIFEST).is_file():
+        return _of_checkpoint(path, config.architecture)
+    if path.suffix.lower() in _SUFFIXES:
+        return path
+    if "/" in name or path.exists():
+        raise _no_weights(f"{name}, neither a weights file ({_ENDS}) nor a Checkpoint directory")
+    return None
+
+
 def _read(config: TrainConfig) -> dict[str, torch.Tensor]:
     """Return pretrained weights by name: of a file, here or behind a URI, a Checkpoint or those that were published."""
     name, architecture = config.pretrained, config.architecture
-    source, path, is_published = name, local_path(name), False
+    source, is_published = name, False
     with tempfile.TemporaryDirectory(prefix="enginery-weights-") as scratch:
-        if is_uri(name):
-            path = _download(name, Path(scratch))
-        elif (path / MANIFEST).is_file():
-            path = _of_checkpoint(path, architecture)
-        elif path.suffix.lower() not in _SUFFIXES:
-            if "/" in name or path.exists():
-                raise _no_weights(f"{name}, neither a weights file ({_ENDS}) nor a Checkpoint directory")
+        path = _download(name, Path(scratch)) if is_uri(name) else _local(config)
+        if path is None:
             path = _published(architecture, name)
             source, is_published = str(path), True
         _check_digest(path, config.pretrained_sha256, source)
@@ -125,10 +148,14 @@ def _translated(name: str, weights: dict[str, torch.Tensor], source: str) -> dic
         ) from None
 
 
-def _download(uri: str, scratch: Path) -> Path:
+def _check_weights_uri(uri: str) -> None:
     check_uri(uri, "train.pretrained")
     if not file_name(uri).endswith(_SUFFIXES):
         raise _no_weights(f"{uri}, which names no weights file ({_ENDS})")
+
+
+def _download(uri: str, scratch: Path) -> Path:
+    _check_weights_uri(uri)
     with translate_errors(uri):
         return fetched(uri, scratch)
 

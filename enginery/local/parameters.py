@@ -259,7 +259,7 @@ def resolve_arguments(
             code="other-task",
             setting="--architecture",
         )
-    if model.lower().endswith(WEIGHT_SUFFIXES) and not architecture:
+    if not local and model.lower().endswith(WEIGHT_SUFFIXES) and not architecture:  # `check_model` reads those here
         text = f"{model} holds weights only: name their architecture, such as --architecture resnet50"
         raise UserError(text, code="weights-without-architecture", setting="--architecture")
     return arguments
@@ -272,19 +272,27 @@ def _load_config(file: PipelineFile, path: Path) -> dict[str, Any]:
         UserError: it can't be read, or it is enginery's own for another task.
     """
     found = own_config(path)
+    if path.name == str(path) and not found.exists():
+        own = f", or one of enginery's: {', '.join(names)}" if (names := _configs_for(file)) else ""
+        text = f"there is no config file {path}; name a YAML file with lines of KEY: VALUE{own}"
+        raise UserError(text, code="no-config-file", setting="--config")
     content = load_yaml(found)
     task = task_of(str(content.get("architecture") or ""))
     if task != file.task and found.resolve().parent == _CONFIGS:  # one of the user's may leave the network out
-        own = {each.stem: load_yaml(each) for each in sorted(_CONFIGS.glob("*.yaml"))}
-        fitting = [name for name, each in own.items() if task_of(str(each.get("architecture") or "")) == file.task]
         raise UserError(
             f"--config {path} is for {task}, and the pipeline {file.name} is of {file.task}; take one for it "
-            f"({', '.join(name for name in fitting if own[name].keys() <= file.inputs.keys())}), or take "
-            f"`enginery run {TASKS[task].pipeline}`",
+            f"({', '.join(_configs_for(file))}), or take `enginery run {TASKS[task].pipeline}`",
             code="other-task",
             setting="--config",
         )
     return content
+
+
+def _configs_for(file: PipelineFile) -> list[str]:
+    """Names of enginery's own config files for a pipeline."""
+    own = {each.stem: load_yaml(each) for each in sorted(_CONFIGS.glob("*.yaml"))}
+    of_task = {name: each for name, each in own.items() if task_of(str(each.get("architecture") or "")) == file.task}
+    return [name for name, each in of_task.items() if each.keys() <= file.inputs.keys()]
 
 
 def _assign(

@@ -16,13 +16,14 @@ from components.common.contracts.manifests import MANIFEST, claims_of
 from components.common.contracts.settings import resolve
 from components.common.contracts.statistics import SIGNIFICANCE, chance_of
 from components.common.contracts.verdict import SPEED_SETTINGS
+from components.common.data.read_alike import Rejected
 from components.common.runtimes import RUNTIMES
 from components.common.tasks import TASKS, task_of
 from components.export.config import ExportConfig
 from components.export.model_check import check_apart
 from components.gate.config import GateConfig
 from components.preprocess.config import PreprocessConfig
-from components.preprocess.decoding import Rejected, decode
+from components.preprocess.decoding import decode
 from components.preprocess.sources import (
     FOLDER,
     Source,
@@ -77,6 +78,7 @@ def check_inputs(arguments: Mapping[str, Any], *, in_containers: bool = False) -
     """
     check_paths(arguments)
     _check_architecture(arguments)
+    _check_pretrained(arguments)
     check_measurements(arguments, in_containers=in_containers)
     if _is_text(arguments):
         return ""
@@ -108,6 +110,16 @@ def _check_architecture(arguments: Mapping[str, Any]) -> None:
     from components.common.runtimes.architectures import check_architecture
 
     check_architecture(architecture)
+
+
+def _check_pretrained(arguments: Mapping[str, Any]) -> None:
+    settings = arguments.get("train") or {}
+    if not settings.get("pretrained"):
+        return
+    from components.train.fine_tuning import check_pretrained
+
+    own = {"architecture": arguments["architecture"]} if arguments.get("architecture") else {}
+    check_pretrained(resolve(TrainConfig, "train", settings, own))
 
 
 def _is_text(arguments: Mapping[str, Any]) -> bool:

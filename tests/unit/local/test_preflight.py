@@ -48,6 +48,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 LARGE = {"architecture": "resnet50", "image_size": 224, "global_batch_size": 256, "train": {}}
 
 
+BEGUN = ("--data", "{digits}", "--set")
 WEIGHTS = ("--data", "{digits}", "--model", "{tmp}/m.pth", "--architecture", "resnet18")
 
 
@@ -87,7 +88,24 @@ WEIGHTS = ("--data", "{digits}", "--model", "{tmp}/m.pth", "--architecture", "re
         ),
         ("segmentation", ("--data", "{tmp}", "--architecture", "segmentation/u"), "unknown-architecture", "/fpn_small"),
         ("translation", ("--data", "{tmp}", "--architecture", "translation/ls"), "unknown-architecture", "/lstm_small"),
+        ("resnet50", (*BEGUN, "train.pretrained={tmp}/absent.pt"), "weights-missing", "{tmp}/absent.pt"),
+        ("resnet50", (*BEGUN, "train.pretrained={tmp}/empty"), "no-weights", "{tmp}/empty, neither a weights file"),
+        ("resnet50", (*BEGUN, "train.pretrained={tmp}/m.pth"), "not-weights", "{tmp}/m.pth"),
+        (
+            "resnet50",
+            (*BEGUN, "train.pretrained=http://a.org/w.zip"),
+            "no-weights",
+            "a.org/w.zip, which names no weights",
+        ),
+        (
+            "resnet50",
+            (*BEGUN, "train.pretrained={tmp}/m.pth", "--set", "train.pretrained_sha256=00000000"),
+            "weights-of-another-digest",
+            "should have 00000000",
+        ),
+        ("resnet50", ("--data", "{digits}", "--config", "digit"), "no-config-file", "digits, fast, reference, strong"),
         ("quantize", ("--data", "{digits}", "--model", "{tmp}/absent"), "no-model", "{tmp}/absent"),
+        ("quantize", ("--data", "{digits}", "--model", "{tmp}/m.pth"), "not-weights", "{tmp}/m.pth"),
         ("quantize", ("--data", "{digits}", "--model", "{tmp}"), "no-model", "{tmp}"),
         ("quantize", ("--data", "{digits}"), "missing-input", "--model is required"),
         ("quantize", WEIGHTS, "not-weights", "can't read the weights in {tmp}/m.pth"),
@@ -304,13 +322,15 @@ _LAYERS = {"script": torch.nn.Linear(1, 1), "script with packed code": torch.nn.
         ("m.onnx", None, "resnet18", "{model}: not an ONNX file"),
         ("m.pth", None, "resnet18", "can't read the weights in {model}"),
         ("m.safetensors", None, "resnet18", "can't read the weights in {model}: the file is damaged or cut short"),
-        ("m.pth", None, "", "{model} holds weights only: name their architecture"),
+        ("m.safetensors", "resnet18", "", "{model} holds weights only: name their architecture"),
+        ("m.pth", None, "", "can't read the weights in {model}"),
         ("m.safetensors", "resnet18", "resnet18", "the weights in {model} don't fit this model: "),
         ("m.safetensors", "squeezenet1_1", "squeezenet1_1", "squeezenet1_1 can't run on images of 8 x 8 pixels: "),
         ("m.checkpoint", None, "resnet18", "{model} is neither .onnx nor weights"),
         ("a/m.onnx", None, "", "there is no model at {model}; name a Checkpoint or Bundle directory"),
         ("m.ONNX", None, "", "{model}: not an ONNX file"),
-        ("m.PTH", None, "", "{model} holds weights only: name their architecture"),
+        ("m.PTH", None, "", "can't read the weights in {model}"),
+        ("m.pt", "script", "", "{model} is a TorchScript program, not weights. Give the model as ONNX"),
         ("m.onnx", "pointer", "", "{model} is a pointer of Git LFS, not the file itself; run `git lfs pull`"),
         ("m.pt", "script", "resnet18", "{model} is a TorchScript program, not weights. Give the model as ONNX"),
         (
