@@ -102,6 +102,8 @@ def check_pretrained(config: TrainConfig) -> None:
     elif name and (path := _local(config)) is not None:
         _check_digest(path, config.pretrained_sha256, name)
         read_weights(path, name)
+    elif name:
+        _known(config.architecture, name)
 
 
 def _local(config: TrainConfig) -> Path | None:
@@ -176,10 +178,7 @@ def _published(architecture: str, name: str) -> Path:
     try:
         if architecture.startswith("timm/"):
             return _of_timm(architecture, name)
-        known = _of_torchvision(architecture)
-        if name not in known:
-            raise _no_weights(f"{name}, and torchvision has of {architecture} {', '.join(known) or 'none'}")
-        return _of_torch_hub(known[name].url)
+        return _of_torch_hub(_known(architecture, name).url)
     except OSError as error:  # of the network, or the cache
         raise UserError(
             f"can't get the weights {name!r} of {architecture}: {type(error).__name__}: {shortened(error)}. Where "
@@ -187,6 +186,24 @@ def _published(architecture: str, name: str) -> Path:
             code="weights-out-of-reach",
             setting="train.pretrained",
         ) from None
+
+
+def _known(architecture: str, name: str) -> Any:
+    """Return what timm or torchvision says of published weights. Raises UserError: there are none of this name."""
+    if not architecture.startswith("timm/"):
+        known = _of_torchvision(architecture)
+        if name not in known:
+            raise _no_weights(f"{name}, and torchvision has of {architecture} {', '.join(known) or 'none'}")
+        return known[name]
+    import timm
+
+    try:
+        entry = timm.get_pretrained_cfg(_timm_name(architecture, name))
+    except RuntimeError as error:
+        raise _no_weights(f"{name}: {shortened(error)}") from None
+    if entry is None or not entry.has_weights:
+        raise _no_weights(f"{name}, and timm has no weights of {architecture}")
+    return entry
 
 
 def _of_torchvision(architecture: str) -> dict[str, Any]:
@@ -200,16 +217,10 @@ def _of_torchvision(architecture: str) -> dict[str, Any]:
 
 def _of_timm(architecture: str, name: str) -> Path:
     """Return a file of Hugging Face's hub or its mirror (HF_ENDPOINT), in the hub's cache (HF_HOME)."""
-    import timm
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
-    try:
-        entry = timm.get_pretrained_cfg(_timm_name(architecture, name))
-    except RuntimeError as error:
-        raise _no_weights(f"{name}: {shortened(error)}") from None
-    if entry is None or not entry.has_weights:
-        raise _no_weights(f"{name}, and timm has no weights of {architecture}")
+    entry = _known(architecture, name)
     if not entry.hf_hub_id:
         return _of_torch_hub(entry.url)
     try:
