@@ -85,11 +85,12 @@ def test_images_are_those_of_the_loader(tmp_path: Path, run_preprocess: Preproce
         pixels.save(folder / "lossless.webp", lossless=True)
         pixels.save(folder / "old.bmp")
         pixels.save(folder / "scan.tif")
+        pixels.convert("1").save(folder / "fax.tif")
     dataset = run_preprocess(tmp_path / "images", tmp_path / "dataset", on_leak="warn", near_duplicates="keep")
     spec = TransformSpec(resize_size=40, crop_size=32, interpolation="bicubic")
     batch = to_numpy(next(iter(Loader(dataset, "val", spec, batch_size=32, num_threads=1))).images)
     files = sorted((tmp_path / "images/val").glob("*/*"))
-    assert len(batch) == len(files) == 20
+    assert len(batch) == len(files) == 22
     for expected, file in zip(batch, files, strict=True):
         own = load_input(file, spec)
         assert (own.shape, own.dtype) == ((1, 3, 32, 32), np.float32)
@@ -101,12 +102,12 @@ def test_images_are_those_of_the_loader(tmp_path: Path, run_preprocess: Preproce
     [
         *[("nothing.jpg", "no-file"), ("", "not-a-file"), ("pipe.jpg", "not-a-file"), ("a.gif", "not-an-image")],
         *[("text.jpg", "not-an-image"), ("empty.jpg", "not-an-image"), ("half.jpg", "damaged-image")],
-        ("bits.tif", "unsupported-tiff"),
+        ("wide.tif", "unsupported-tiff"),
     ],
 )
 def test_what_is_no_image_is_refused(name: str, code: str, tmp_path: Path, digit: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.gif")
-    Image.new("1", (8, 8)).save(tmp_path / "bits.tif")
+    Image.new("I", (8, 8)).save(tmp_path / "wide.tif")
     (tmp_path / "text.jpg").write_text("no image")
     (tmp_path / "empty.jpg").touch()
     (tmp_path / "half.jpg").write_bytes(digit.read_bytes()[: digit.stat().st_size // 2])
