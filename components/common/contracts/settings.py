@@ -20,17 +20,20 @@ Config = TypeVar("Config", bound=BaseModel)
 SPEED_ONLY: JsonDict = {"speed_only": True}
 
 
+def refuse_bools(cls: type[BaseModel], value: Any, info: ValidationInfo) -> Any:
+    """Refuse true and false, alone or in a list, for a field that is none: pydantic would take 1 and 0."""
+    values = value if isinstance(value, list | tuple) else (value,)
+    if cls.model_fields[info.field_name or ""].annotation is not bool and any(isinstance(one, bool) for one in values):
+        raise ValueError("can't be true or false")
+    return value
+
+
 class StepConfig(BaseModel):
     """Base of every step's config: immutable, no unknown keys, no infinities, no secrets, valid defaults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation in (int, float):
-            raise ValueError("must be a number, not true or false")
-        return value
+    _bools = field_validator("*", mode="before")(refuse_bools)
 
     @field_validator("*")
     @classmethod

@@ -2,9 +2,10 @@
 
 from typing import Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from components.common.contracts.records import Record
+from components.common.contracts.settings import refuse_bools
 
 
 class ShapeSpec(Record):
@@ -65,6 +66,7 @@ class Augmentation(Record):
     """Random changes to training images; evaluation has none."""
 
     model_config = ConfigDict(allow_inf_nan=False)
+    _bools = field_validator("*", mode="before")(refuse_bools)
 
     min_area: float = Field(0.08, gt=0, le=1, description="Smallest share of the image that a random crop keeps.")
     max_aspect_ratio: float = Field(4 / 3, ge=1, description="Widest aspect ratio of a crop; the narrowest is 1/x.")

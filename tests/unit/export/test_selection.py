@@ -200,8 +200,8 @@ def test_the_candidate_within_budget_that_agrees_most_with_fp32_is_taken(num_cha
 
 
 def test_a_candidate_that_dropped_out_is_not_taken_because_few_images_can_not_refute_it():
-    lost = {"fp32": [], "max": range(600, 610), "percentile": range(600, 609), "entropy": range(100), "mse": [0]}
-    top = {method: np.isin(np.arange(1000), list(images))[:, None] for method, images in lost.items()}
+    regressed = {"fp32": [], "max": range(600, 610), "percentile": range(600, 609), "entropy": range(100), "mse": [0]}
+    top = {method: np.isin(np.arange(1000), list(images))[:, None] for method, images in regressed.items()}
     chain = Chain(1, additive({"c0": 0.0}))
     search = replace(
         chain.selection,
