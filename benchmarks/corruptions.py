@@ -29,7 +29,7 @@ def main(bundle: Path, dataset: Path, turns: int, results: Results) -> None:
     keep_streams_apart()
     models, data = load(bundle, BundleManifest), load(dataset, DatasetManifest)
     config, log = ValidateConfig(corruptions=True), StepLog("validate")
-    devices = open_devices(config, models, data.manifest.splits["val"].num_images, max_gpus=1)
+    devices = open_devices(config, models, data, max_gpus=1)
     seconds = []
     for turn in range(turns + 1):
         started = time.perf_counter()

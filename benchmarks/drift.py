@@ -48,12 +48,11 @@ from components.common.data.baseline import (
 )
 from components.common.data.loader import Loader
 from components.common.process.steplog import StepLog
-from components.common.runtimes.selection import select_runtimes
 from components.export.config import ExportConfig
 from components.export.onnx_export import export_onnx
 from components.export.run import run as export
 from components.validate.config import ValidateConfig
-from components.validate.run import OpenedDevice, image_sizes, observed_values, predict_validation
+from components.validate.run import image_sizes, observed_values, open_devices, predict_validation
 from components.validate.run import run as validate
 from enginery.serving.drift import read_metrics
 from enginery.serving.installation import install_triton
@@ -202,10 +201,8 @@ def main(folder: Path, model: Path, results: Results) -> None:
             load(path, kind)
             for path, kind in zip(proved_model(data, model), (BundleManifest, ReportManifest), strict=True)
         )
-        selections = [one for one in select_runtimes(bundle, "auto") if one.precision == "int8"]
-        own = predict_validation(ValidateConfig(), [OpenedDevice(0, selections)], bundle, data, StepLog("validate"))[
-            "int8"
-        ]
+        config = ValidateConfig()
+        own = predict_validation(config, open_devices(config, bundle, data), bundle, data, StepLog("validate"))["int8"]
         values = observed_values(own, image_sizes(data))
         random = np.random.default_rng(0)
         first, other = np.array_split(random.permutation(own.num_images), 2)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -107,7 +107,7 @@ def _measure(
 ) -> tuple[Report, dict[int, str]]:
     """Report on images, and its pictures; predictions and baselines are written into `output`."""
     log.progress("loading models", 0, 1)
-    devices = open_devices(config, models, data.manifest.splits["val"].num_images)
+    devices = open_devices(config, models, data)
     selections = devices[0].selections
     predictions = predict_validation(config, devices, models, data, log)
     corrupted = (
@@ -154,6 +154,8 @@ class OpenedDevice:
 
     gpu: int
     selections: list[RuntimeSelection]
+    loader: Loader
+    """Of the device's part of the validation split."""
 
     @property
     def runners(self) -> Mapping[str, Runner]:
@@ -167,14 +169,14 @@ class OpenedDevice:
 
 
 def open_devices(
-    config: ValidateConfig, bundle: Artifact[BundleManifest], num_images: int, max_gpus: int = 0
+    config: ValidateConfig, bundle: Artifact[BundleManifest], data: Artifact[DatasetManifest], max_gpus: int = 0
 ) -> list[OpenedDevice]:
-    """Open a bundle's engines on all GPUs like the first that CUDA_VISIBLE_DEVICES leaves, at the same time.
+    """Open a bundle's engines, and loaders, on all GPUs like the first that CUDA_VISIBLE_DEVICES leaves, at once.
 
     Args:
         config: what to measure with.
         bundle: the models.
-        num_images: to measure; a GPU has a batch of them at least.
+        data: the images. A GPU has a batch of them at least.
         max_gpus: use no more than these; 0 for all.
 
     Returns:
@@ -182,19 +184,46 @@ def open_devices(
     """
     alike: Sequence[int] = (0,)
     if config.loader == "auto" and torch.cuda.is_available() and bundle.manifest.engines:
-        alike = gpus_alike()[: max(1, num_images // _batch_size(config, bundle))][: max_gpus or None]
+        num_batches = data.manifest.splits["val"].num_images // _batch_size(config, bundle)
+        alike = gpus_alike()[: max(1, num_batches)][: max_gpus or None]
 
-    def opened(gpu: int) -> OpenedDevice:
+    def select(gpu: int) -> list[RuntimeSelection]:
         with torch.cuda.device(gpu) if len(alike) > 1 else nullcontext():
-            return OpenedDevice(gpu, select_runtimes(bundle, config.runtime))
+            return select_runtimes(bundle, config.runtime)
 
-    with ThreadPoolExecutor(len(alike)) as pool:
-        devices = list(pool.map(opened, alike))
-    if all(runs_plans(runner.runtime) for runner in devices[0].runners.values()):
+    with ThreadPoolExecutor(2 * len(alike)) as pool:
+        loaders = pool.map(lambda index: _open_loader(config, bundle, data, alike, index), range(len(alike)))
+        selections = pool.map(select, alike)
+        devices = [OpenedDevice(*opened) for opened in zip(alike, selections, loaders, strict=True)]
+    if len(alike) == 1 or all(runs_plans(runner.runtime) for runner in devices[0].runners.values()):
         return devices
     for device in devices[1:]:
         device.close()
-    return devices[:1]
+    return [replace(devices[0], loader=_open_loader(config, bundle, data, alike[:1], 0))]
+
+
+def _open_loader(
+    config: ValidateConfig,
+    bundle: Artifact[BundleManifest],
+    data: Artifact[DatasetManifest],
+    gpus: Sequence[int],
+    index: int,
+    corruptions: Sequence[Corruption] = (),
+) -> Loader:
+    """The loader of one of several GPUs, or of the host, each of which has a part of the validation split."""
+    on_gpu = config.loader == "auto" and torch.cuda.is_available()
+    return Loader(
+        data,
+        "val",
+        bundle.manifest.image_transform,
+        batch_size=_batch_size(config, bundle),
+        seed=config.corruption_seed,
+        corruptions=corruptions,
+        shard_id=index,
+        num_shards=len(gpus),
+        device_id=gpus[index] if on_gpu else None,
+        num_threads=max(1, num_cores() // len(gpus)),
+    )
 
 
 def _batch_size(config: ValidateConfig, bundle: Artifact[BundleManifest]) -> int:
@@ -216,37 +245,22 @@ def predict_validation(
 
     Args:
         config: what to measure with.
-        devices: each takes a part of the split, by a loader of its own.
+        devices: each takes a part of the split.
         bundle: the models.
         data: the images.
         log: shows the progress.
         corruptions: degrade every image in these ways instead; its versions follow each other.
     """
-    split = data.manifest.splits["val"]
-    on_gpu = config.loader == "auto" and torch.cuda.is_available()
     if len(devices) > 1:
         log.note(f"accuracy is measured on {len(devices)} GPUs")
-
-    def part(index: int) -> tuple[Mapping[str, Runner], Loader]:
-        return devices[index].runners, Loader(
-            data,
-            "val",
-            bundle.manifest.image_transform,
-            batch_size=_batch_size(config, bundle),
-            seed=config.corruption_seed,
-            corruptions=corruptions,
-            shard_id=index,
-            num_shards=len(devices),
-            device_id=devices[index].gpu if on_gpu else None,
-            num_threads=max(1, num_cores() // len(devices)),
-        )
-
-    with ThreadPoolExecutor(len(devices)) as pool:
-        parts = list(pool.map(part, range(len(devices))))
+    loaders = [device.loader for device in devices]
+    if corruptions:
+        gpus = [device.gpu for device in devices]
+        loaders = [_open_loader(config, bundle, data, gpus, index, corruptions) for index in range(len(gpus))]
     degraded = " on degraded images" if corruptions else ""
     return predict_in_parts(
-        parts,
-        split.num_images * max(1, len(corruptions)),
+        [(device.runners, loader) for device, loader in zip(devices, loaders, strict=True)],
+        data.manifest.splits["val"].num_images * max(1, len(corruptions)),
         lambda done, total: log.progress(f"measuring accuracy{degraded}", done, total, unit="images"),
         None if corruptions else bundle.manifest.image_transform,
     )

@@ -195,19 +195,27 @@ def predict(
     parts: dict[str, list[Predictions]] = {name: [] for name in runners}
     statistics: list[tuple[Any, ...]] = []
     done = 0
+    rest = iter(batches)
+
+    def read() -> tuple[Any, np.ndarray, type[Predictions]] | None:
+        if (batch := next(rest, None)) is None:
+            return None
+        # [B, 3, H, W] float32, normalized; on the host made contiguous once for all runners
+        images = batch.images if batch.images.is_cuda else to_numpy(batch.images)
+        if transform is not None and TASKS[batch.task].classifies:
+            statistics.append(image_statistics(images, transform))
+        return images, batch.labels.cpu().numpy(), predictions_of(batch.task)
 
     def count(name: str, kind: type[Predictions], outputs: np.ndarray, labels: np.ndarray) -> None:
         parts[name].append(kind.of(outputs, labels))
 
-    # One thread counts, in order, what the runners said of a batch, while they work on the next one.
-    with ThreadPoolExecutor(1) as counter:
+    # While the runners work on a batch, one thread reads the next one, and one counts, in order, what they said before.
+    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as counter:
         counted: deque[Future[None]] = deque()
-        for batch in batches:
-            # [B, 3, H, W] float32, normalized; on the host made contiguous once for all runners
-            images = batch.images if batch.images.is_cuda else to_numpy(batch.images)
-            kind, labels = predictions_of(batch.task), batch.labels.cpu().numpy()
-            if transform is not None and TASKS[batch.task].classifies:
-                statistics.append(image_statistics(images, transform))
+        ahead = reader.submit(read)
+        while (batch := ahead.result()) is not None:
+            ahead = reader.submit(read)
+            images, labels, kind = batch
             for name, runner in runners.items():
                 counted.append(counter.submit(count, name, kind, runner.infer(images), labels))
                 if len(counted) > len(runners):
