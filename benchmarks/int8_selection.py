@@ -16,13 +16,13 @@ import torch
 
 from benchmarks.results import Results, result_options
 from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, load
+from components.common.contracts.records import CALIBRATION_METHODS
 from components.common.contracts.statistics import paired_difference
 from components.common.data.evaluation import ClassPredictions, predict
 from components.common.data.loader import Loader
 from components.common.runtimes.openvino import OpenVINORunner
 from components.common.runtimes.runner import Runner
 from components.common.runtimes.torch import TorchRunner
-from components.export.config import CALIBRATION_METHODS
 
 
 @click.command()

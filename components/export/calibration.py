@@ -282,7 +282,7 @@ def _xlogy(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.where(x > 0, x * np.log(np.where(y > 0, y, 1.0)), 0.0)
 
 
-# The largest magnitude that stays in range, by each method of `config.CALIBRATION_METHODS`.
+# The largest magnitude that stays in range, by each method of `records.CALIBRATION_METHODS`.
 RANGES: dict[str, Callable[[Histogram, float], float]] = {
     "max": lambda histogram, percentile: histogram.max_abs,
     "percentile": _percentile_amax,

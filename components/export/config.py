@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from components.common.contracts.records import FP16_MANTISSA_BITS
+from components.common.contracts.records import CALIBRATION_METHODS, FP16_MANTISSA_BITS
 from components.common.contracts.settings import StepConfig
 from components.common.contracts.transforms import IMAGENET_MEAN, IMAGENET_STD, Interpolation
 from components.common.contracts.verdict import Thresholds
@@ -15,14 +15,6 @@ TIMING_CACHES = "tensorrt"  # folder in it
 # Of a bundle, by precision; int8_fp16 has the scales of int8 and is FP16 elsewhere.
 ONNX_FILES = {"fp32": "fp32.onnx", "fp16": "fp16.onnx", "int8": "int8.onnx", "int8_fp16": "int8_fp16.onnx"}
 
-# How a tensor's histogram becomes its range, by name: `calibration.RANGES` has a function for each.
-CALIBRATION_METHODS = {
-    "max": "keeps the largest magnitude",
-    "percentile": "clips above calibration_percentile",
-    "entropy": "loses the least information",
-    "mse": "has the least squared error of rounding and clipping",
-    "smoothquant": "is mse after ranges of channels went from activations into weights, behind LayerNormalizations",
-}
 if TYPE_CHECKING:
     CalibrationOption = str
 else:
@@ -39,7 +31,7 @@ class ExportConfig(StepConfig):
     calibration_method: CalibrationOption = Field(
         "auto",
         description="How a tensor's INT8 range follows from its histogram: "
-        + ", ".join(f"{name} {text}" for name, text in CALIBRATION_METHODS.items())
+        + ", ".join(f"{name} {method.text}" for name, method in CALIBRATION_METHODS.items())
         + "; auto measures all and takes the one that agrees most with FP32, of those within the gate's top-1 limits "
         "where there are any.",
     )

@@ -17,6 +17,7 @@ from components.common.contracts.digests import digest_file, digest_json
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.instruction_sets import SATURATING, instruction_set
 from components.common.contracts.records import (
+    CALIBRATION_METHODS,
     MIN_SELECTION_IMAGES,
     CalibrationEntry,
     CpuModel,
@@ -40,7 +41,7 @@ from components.export.calibration import (
     collect_with_torch,
     compute_scale,
 )
-from components.export.config import CALIBRATION_METHODS, ONNX_FILES, ExportConfig
+from components.export.config import ONNX_FILES, ExportConfig
 from components.export.mixed import Compiled, MixedSearch
 from components.export.placement import Graph, activation_tensors, has_unsigned_activations, quantizable_layers
 from components.export.precision import FP16_MAX
@@ -240,7 +241,7 @@ def quantize(
         log.warning(f"{len(overflowing)} activations exceed FP16's range, such as {overflowing[0]}: FP16 will be wrong")
     automatic = config.calibration_method == "auto"
     maxima = calibrated.channel_maxima
-    applicable = [name for name in CALIBRATION_METHODS if maxima or name != "smoothquant"]
+    applicable = [name for name, own in CALIBRATION_METHODS.items() if maxima or not own.is_smoothing]
     methods = applicable if automatic else [config.calibration_method]
     scales = {
         method: {
@@ -250,10 +251,10 @@ def quantize(
         for method in methods
     }
     networks = {}
-    if "smoothquant" in methods and maxima:
-        networks["smoothquant"], balanced = smooth(fp32, maxima)
-        scales["smoothquant"] |= smoothed_scales(balanced)
-    elif "smoothquant" in methods:
+    for name in (name for name in methods if maxima and CALIBRATION_METHODS[name].is_smoothing):
+        networks[name], balanced = smooth(fp32, maxima)
+        scales[name] |= smoothed_scales(balanced)
+    if not networks and CALIBRATION_METHODS[methods[0]].is_smoothing:
         log.note("there is nothing to smooth: no LayerNormalization is read by matrix products alone")
     method, entry, placement = methods[0], None, None
     excluded: tuple[str, ...] = ()
@@ -272,7 +273,9 @@ def quantize(
         )
     if tiny := scales_below_fp16(scales[method]):
         log.warning(f"{len(tiny)} INT8 scales are too small for FP16, such as that of {tiny[0]}: int8_fp16.onnx loses")
-    parameters = {"percentile": {"percentile": config.calibration_percentile}, "smoothquant": {"alpha": ALPHA}}
+    chosen = CALIBRATION_METHODS[method]
+    parameters = {"percentile": config.calibration_percentile} if chosen.has_percentile else {}
+    parameters |= {"alpha": ALPHA} if chosen.is_smoothing else {}
     activations = chooser.arithmetic.activations if chooser.on_cpu else first_arithmetic(fp32).activations
     return Quantization(
         network=chooser.fp32,
@@ -287,7 +290,7 @@ def quantize(
             seconds=calibrated.seconds,
             ids=calibration.ids(),
             images_digest=str(calibrated.address["images"]),
-            digest=digest_json({**calibrated.address, "method": method, "parameters": parameters.get(method, {})}),
+            digest=digest_json({**calibrated.address, "method": method, "parameters": parameters}),
             cached=calibrated.cached,
             excluded=excluded,
             selection=entry,

@@ -17,6 +17,7 @@ from components.common.contracts.manifests import (
     seal,
     write_atomically,
 )
+from components.common.contracts.records import CALIBRATION_METHODS
 from components.common.process.steplog import StepLog
 from components.common.runtimes.onnx_files import read_onnx
 from components.common.runtimes.runner import to_numpy
@@ -128,7 +129,7 @@ def _write_precisions(
     """
     scales, excluded = quantized.scales, quantized.excluded
     fp32 = with_names(read_onnx(fp32_file))
-    is_smoothed = quantized.calibration.method == "smoothquant"
+    is_smoothed = CALIBRATION_METHODS[quantized.calibration.method].is_smoothing
     whole = with_names(quantized.network) if is_smoothed else fp32
     network = exported(whole)
     if network is not whole:

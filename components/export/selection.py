@@ -458,7 +458,8 @@ class Selection:
 
     def _preference(self, method: str, own: Predictions) -> tuple[bool, float, bool]:
         """Sorts methods, the best first."""
-        return not self._may_hold(own), -own.agreement_pct(self._fp32_on(own.num_images)), method != "max"
+        agreement_pct = own.agreement_pct(self._fp32_on(own.num_images))
+        return not self._may_hold(own), -agreement_pct, method != next(iter(self.scales))
 
     def _quantized(self, method: str, excluded: tuple[str, ...]) -> onnx.ModelProto:
         model = self.smoothed.get(method, self.model)

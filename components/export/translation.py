@@ -28,6 +28,7 @@ from components.common.contracts.manifests import (
     write_atomically,
 )
 from components.common.contracts.records import (
+    CALIBRATION_METHODS,
     PRECISIONS,
     CalibrationEntry,
     CpuModel,
@@ -63,7 +64,7 @@ from components.common.tasks.translation.search import (
     padded,
 )
 from components.common.tasks.translation.vocabulary import BOS, EOS, PAD, Vocabulary
-from components.export.calibration import RANGES, Histogram, compute_scale
+from components.export.calibration import Histogram, compute_scale
 from components.export.config import TIMING_CACHES, ExportConfig
 from components.export.engines import (
     Sizes,
@@ -82,7 +83,7 @@ from components.export.precision import raise_opset, to_fp16
 from components.export.qdq import Arithmetic, WeightStorage, insert_qdq
 from components.export.selection import Budget
 
-_METHODS = tuple(name for name in RANGES if name != "smoothquant")
+_METHODS = tuple(name for name, method in CALIBRATION_METHODS.items() if not method.is_smoothing)
 _NUM_CHECKED = 8  # sentences on which ONNX Runtime and torch are compared
 _MAX_TRIALS = 4  # with layers in float, which leave half of the cost each time
 _FP16 = ("memory", "state", "next_state")  # float16 in plans but those in FP32: a GPU reads all of them in each step

@@ -7,6 +7,7 @@ from typing import Literal
 from components.common.contracts.digests import short
 from components.common.contracts.environment import Environment
 from components.common.contracts.records import (
+    CALIBRATION_METHODS,
     FP16_MANTISSA_BITS,
     MIN_SELECTION_IMAGES,
     AccuracyRow,
@@ -532,7 +533,8 @@ def calibration_facts(report: Report) -> Facts:
     entry, config = report.calibration, report.provenance.configs["export"]
     split = next((split for split in report.data.splits if split.name == entry.split), None)
     method, samples = entry.method, f"{entry.num_images:,}"
-    if method == "percentile" and "calibration_percentile" in config:
+    known = CALIBRATION_METHODS.get(method)
+    if known and known.has_percentile and "calibration_percentile" in config:
         method += f", {config['calibration_percentile']:g} % of the values"
     if split is not None:
         samples += (

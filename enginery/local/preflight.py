@@ -13,6 +13,7 @@ import psutil
 from components.common.contracts.environment import environment, gpus
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import MANIFEST, claims_of
+from components.common.contracts.records import CALIBRATION_METHODS
 from components.common.contracts.settings import resolve
 from components.common.contracts.statistics import SIGNIFICANCE, chance_of
 from components.common.contracts.verdict import SPEED_SETTINGS
@@ -203,8 +204,9 @@ def check_measurements(arguments: Mapping[str, Any], *, in_containers: bool = Fa
         raise _refusal("export.tensorrt", f"plans are asked for (on), but {no_plans}. Set it to auto")
     if runtime.runs_plans and no_plans:
         raise _refusal("validate.runtime", f"{runtime.label} is asked for, but {no_plans}. Set it to auto")
+    smoothing = {name for name, method in CALIBRATION_METHODS.items() if method.is_smoothing}
     for setting, is_set, off in (
-        ("export.calibration_method", arguments.get("calibration_method") == "smoothquant", "auto"),
+        ("export.calibration_method", arguments.get("calibration_method") in smoothing, "auto"),
         ("validate.corruptions", validate.corruptions, "false"),
         ("gate.max_class_drop_points", thresholds.max_class_drop_points > 0, "0"),
         ("train.image_sizes", bool((arguments.get("train") or {}).get("image_sizes")), "[]"),

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Annotated, Any, Literal, Self
 
@@ -408,6 +409,31 @@ class SelectionEntry(Record):
     num_ranking_images: int = Field(description="Calibration images that the ranking rests on; 0 for no ranking.")
     out_of_time: bool = Field(description="Whether the time limit ended the search.")
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationMethod:
+    """A way to read a tensor's INT8 range from its histogram."""
+
+    text: str
+    """Its effect, after the method's name."""
+    has_percentile: bool = False
+    """True if the range depends on calibration_percentile."""
+    is_smoothing: bool = False
+    """True if ranges of channels are balanced first, which changes weights: only in networks of images."""
+
+
+# By name: `calibration.RANGES` of export has a function for each. Of equally good ones, the first is taken.
+CALIBRATION_METHODS = {
+    "max": CalibrationMethod(text="keeps the largest magnitude"),
+    "percentile": CalibrationMethod(text="clips above calibration_percentile", has_percentile=True),
+    "entropy": CalibrationMethod(text="loses the least information"),
+    "mse": CalibrationMethod(text="has the least squared error of rounding and clipping"),
+    "smoothquant": CalibrationMethod(
+        text="is mse after ranges of channels went from activations into weights, behind LayerNormalizations",
+        is_smoothing=True,
+    ),
+}
 
 
 class CalibrationEntry(Record):

@@ -8,6 +8,7 @@ import onnx
 import pytest
 
 from components.common.contracts.errors import EngineryError
+from components.common.contracts.records import CALIBRATION_METHODS
 from components.export.calibration import (
     NUM_BINS,
     ZERO_TENSOR_SCALE,
@@ -16,7 +17,6 @@ from components.export.calibration import (
     collect_with_onnxruntime,
     compute_scale,
 )
-from components.export.config import CALIBRATION_METHODS
 from components.export.placement import activation_tensors
 from tests.unit.networks import onnx_model
 from tests.unit.refusals import refuses

@@ -15,7 +15,7 @@ from torch import nn
 from components.common.contracts.errors import UserError
 from components.common.contracts.instruction_sets import SATURATING, instruction_set
 from components.common.contracts.manifests import BundleManifest, load
-from components.common.contracts.records import CpuTrial
+from components.common.contracts.records import CALIBRATION_METHODS, CpuTrial
 from components.common.contracts.settings import resolve
 from components.common.contracts.transforms import ShapeSpec, transform_for
 from components.common.process.steplog import StepLog
@@ -25,7 +25,7 @@ from components.common.runtimes.openvino import OpenVINORunner
 from components.common.runtimes.selection import fit_model
 from components.export import calibration, quantization
 from components.export.calibration import split_samples
-from components.export.config import CACHE_VARIABLE, CALIBRATION_METHODS, ExportConfig
+from components.export.config import CACHE_VARIABLE, ExportConfig
 from components.export.onnx_export import export_onnx
 from components.export.placement import Graph, activation_tensors
 from components.export.qdq import Arithmetic, insert_qdq

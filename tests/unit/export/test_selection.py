@@ -14,13 +14,13 @@ from onnx import helper
 from sklearn.datasets import load_digits
 from torch import nn
 
+from components.common.contracts.records import CALIBRATION_METHODS as EVERY_METHOD
 from components.common.contracts.transforms import ShapeSpec
 from components.common.data.evaluation import ClassPredictions, top_classes
 from components.common.runtimes.openvino import OpenVINORunner
 from components.common.runtimes.torch import TorchRunner
 from components.common.tasks.predictions import class_divergence
 from components.export.calibration import collect_with_onnxruntime, compute_scale
-from components.export.config import CALIBRATION_METHODS as EVERY_METHOD
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors, quantizable_layers
 from components.export.qdq import Arithmetic
