@@ -21,8 +21,9 @@ from PIL import Image, ImageEnhance, ImageOps
 from benchmarks.packing import _preprocess
 from benchmarks.results import Results, result_options
 from components.common.contracts.environment import num_cores
-from components.preprocess.decoding import THUMBNAIL_SIDE, gray_thumbnail
-from components.preprocess.near_duplicates import find_near_pairs
+from components.common.dataset.near_duplicates import find_near_pairs
+from components.common.dataset.shards import THUMBNAIL_SIDE
+from components.preprocess.decoding import gray_thumbnail
 from enginery.datasets.textures import texture_jpeg, write_textures
 from tests.fuzz.running import peak_bytes
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import Artifact, DatasetPartManifest, load
+from components.common.dataset.assembling import Packed, assemble, report
+from components.common.dataset.data_issues import SPLITS
+from components.common.dataset.settings import DatasetSettings
+from components.common.dataset.shards import RECORDS, open_output, read_record
 from components.common.process.dataset_volume import find_dataset
 from components.common.process.steplog import StepLog
 from components.merge.config import MergeConfig
-from components.preprocess.assembling import RECORDS, Packed, assemble, report
-from components.preprocess.config import PreprocessConfig
-from components.preprocess.data_issues import SPLITS
-from components.preprocess.packing import open_output, read_record
 
 
 def run(config: MergeConfig, log: StepLog, *, output: Path) -> str:
@@ -58,7 +58,7 @@ def _linked(part: Artifact[DatasetPartManifest], output: Path) -> Iterator[Packe
         yield Packed(record=record, records=part.path / RECORDS)
 
 
-def _settings(config: MergeConfig, part: Artifact[DatasetPartManifest]) -> PreprocessConfig:
+def _settings(config: MergeConfig, part: Artifact[DatasetPartManifest]) -> DatasetSettings:
     """Those of the parts, but for what was decided again for the whole."""
     decided: dict[str, Any] = {"part": ""}
     if config.on_leak != "as_packed":
@@ -67,7 +67,7 @@ def _settings(config: MergeConfig, part: Artifact[DatasetPartManifest]) -> Prepr
         decided["near_duplicates"] = config.near_duplicates
     if config.max_bad_fraction >= 0:
         decided["max_bad_fraction"] = config.max_bad_fraction
-    return PreprocessConfig.model_validate({**part.manifest.config, **decided})
+    return DatasetSettings.model_validate({**part.manifest.config, **decided})
 
 
 def _check_complete(parts: Sequence[Artifact[DatasetPartManifest]]) -> None:

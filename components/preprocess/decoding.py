@@ -2,19 +2,13 @@
 
 import io
 import math
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from operator import add
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
-from components.common.contracts.foreign import LFS_POINTER
-from components.common.data.image_files import TIFF_MODES, from_16_bit, open_image, upright
-from components.common.data.read_alike import EXTENSIONS, Rejected, check_exif, check_structure, is_read_alike
-
-THUMBNAIL_SIDE = 48
-"""px, of the gray thumbnails that images are compared by."""
+from components.common.data.image_files import open_image
+from components.common.data.read_alike import Rejected, check_structure, rejecting
+from components.common.dataset.shards import THUMBNAIL_SIDE
 
 # More pixels of one image say next to nothing more about a dataset, and counting all takes a fifth of decoding's time.
 _PIXELS_PER_IMAGE = 10_000
@@ -63,30 +57,6 @@ class PixelSums:
         return [total[:256], total[256:512], total[512:]]
 
 
-def decode(data: bytes, max_pixels: int) -> tuple[str, Image.Image]:
-    """Decode fully. Returns the member's extension and the image as the loader delivers it: upright, RGB.
-
-    The extension is empty where the file can't be packed as it is: see `as_png`.
-
-    Raises:
-        Rejected: it can't be used.
-    """
-    with _rejecting(data):
-        image = open_image(data)
-        if image.width * image.height > max_pixels:
-            raise Rejected(f"{image.width}x{image.height} has more than max_pixels = {max_pixels} pixels")
-        if image.format == "TIFF" and image.mode not in TIFF_MODES:
-            raise Rejected(f"TIFF of mode {image.mode} is not supported; convert it to 8 bits per channel")
-        check_structure(str(image.format), data)
-        image.load()
-        check_exif(image.info.get("exif", b""))
-        extension = EXTENSIONS[str(image.format)] if is_read_alike(image, data) else ""
-        turned = upright(image)
-        if turned.mode.startswith("I;16"):
-            return extension, from_16_bit(turned)
-        return extension, turned if turned.mode == "RGB" else turned.convert("RGB")
-
-
 def decode_mask(data: bytes, size: tuple[int, int]) -> Image.Image:
     """Decode a mask, whose values are the pixels of a gray image or the numbers of a palette's colours.
 
@@ -100,7 +70,7 @@ def decode_mask(data: bytes, size: tuple[int, int]) -> Image.Image:
     Raises:
         Rejected: it is no mask of that image.
     """
-    with _rejecting(data):
+    with rejecting(data):
         mask = open_image(data)
         # Pillow scales the values of gray images of fewer bits, and not the numbers of a palette's colours.
         raw_mode = mask.tile[0].args if mask.format == "PNG" else ""
@@ -115,27 +85,6 @@ def decode_mask(data: bytes, size: tuple[int, int]) -> Image.Image:
         check_structure("PNG", data)
         mask.load()
         return mask
-
-
-@contextmanager
-def _rejecting(data: bytes) -> Iterator[None]:
-    """Turn what goes wrong with a file into Rejected."""
-    if not data:
-        raise Rejected("empty file")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    except Rejected:
-        raise
-    except MemoryError:  # what a damaged file asks for, too
-        raise Rejected(f"takes more memory than is left ({len(data):,} bytes to decode)") from None
-    except UnidentifiedImageError:
-        if data.startswith(LFS_POINTER):
-            raise Rejected("a pointer of Git LFS, not the image itself; run `git lfs pull` in its repository") from None
-        raise Rejected("not an image, or of a format that is not read; convert it to JPEG or PNG") from None
-    except Exception as error:  # damaged data: mostly OSError, but Pillow's parsers let everything through
-        raise Rejected(f"damaged: {error}") from None
 
 
 def gray_thumbnail(image: Image.Image) -> bytes:

@@ -4,99 +4,60 @@ A run that was killed is resumed: what it finished stays, and a run with another
 """
 
 import hashlib
-import json
 import random
 import shutil
-import tarfile
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import BinaryIO
 
 from PIL import Image
-from pydantic import ValidationError, model_validator
 
-from components.common.contracts.digests import canonical_json, digest_bytes
+from components.common.contracts.digests import canonical_json
 from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import EngineryError, UserError
-from components.common.contracts.manifests import PARTIAL_OUTPUT, prepare_directory, write_atomically
-from components.common.contracts.records import FileEntry, FileName, Record
+from components.common.contracts.manifests import PARTIAL_OUTPUT, write_atomically
 from components.common.contracts.settings import how_to_set
-from components.common.data.read_alike import Rejected, as_png
+from components.common.data.read_alike import Rejected, as_png, decode
+from components.common.dataset.shards import (
+    PLAN,
+    REJECTED,
+    THUMBNAIL_SIDE,
+    ShardRecord,
+    TarWriter,
+    annotations_file,
+    entries_of,
+    has_thumbnails,
+    json_lines,
+    listing_file,
+    read_record,
+    record_files,
+    rejected_file,
+    thumbnails_file,
+    write_index,
+)
 from components.common.process.lifetime import end_with_creator
-from components.common.process.partial_output import earlier_outputs, hold, open_partial
+from components.common.process.partial_output import earlier_outputs, hold
 from components.common.process.steplog import StepLog
 from components.common.tasks import TASKS
 from components.preprocess.config import PreprocessConfig
-from components.preprocess.decoding import THUMBNAIL_SIDE, PixelSums, decode, gray_thumbnail, shrink
+from components.preprocess.decoding import PixelSums, gray_thumbnail, shrink
 from components.preprocess.sources import Sample, Source, Storage, Unreadable, read_sample
 from components.preprocess.tasks import labels_of
 
-REJECTED = "rejected.jsonl"
-_JOINING = "joining"  # there while merge is at work: its shards are links, and writing into them would change the parts
-PLAN = "plan.json"  # in the folder of records: digest of what is packed
 # What decides which bytes are packed where; the rest of the config says what is done about what is found.
 _PACKING = ("task", "shard_bytes", "max_pixels", "max_short_side", "jpeg_quality")
 UNREADABLE = "unreadable: "  # begins the reason of a file that the system or a server did not give
-_BUFFER_BYTES = 1 << 16
-_BLOCK_BYTES = tarfile.BLOCKSIZE
 _MEMBER_OVERHEAD_BYTES = 2048  # tar headers and padding of an image and its label
 _USUAL_BYTES = 110_000  # of an image whose size nobody tells: the mean of ImageNet
 _USUAL_BYTES_PER_SQUARE = 0.4  # of a 4:3 image over its squared shorter side, as JPEG of quality 90
-REJECTED_ANNOTATIONS = "rejected_annotations.jsonl"
-
-
-class TarWriter:
-    """The bytes are those of `tarfile` in USTAR format; the index is that of DALI's wds2idx."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=_BUFFER_BYTES)
-        self._sha = hashlib.sha256()
-        self._samples: list[str] = []  # lines of the index
-        self.size_bytes = 0
-
-    def __enter__(self) -> "TarWriter":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with self._file:
-            if error is None:  # two empty blocks end an archive, which is then filled up to whole records
-                self._write(bytes(2 * _BLOCK_BYTES))
-                self._write(bytes(-self.size_bytes % tarfile.RECORDSIZE))
-
-    def add(self, key: str, members: dict[str, bytes]) -> None:
-        """Append the members of a sample, by extension."""
-        places = []
-        for extension, data in members.items():
-            name = f"{key}.{extension}"
-            header = tarfile.TarInfo(name)  # owner, mode and time stay at fixed values: the same input, the same bytes
-            header.size = len(data)
-            self._write(header.tobuf(tarfile.USTAR_FORMAT))
-            places.append(f"{extension} {self.size_bytes} {len(data)} {name}")
-            self._write(data)
-            self._write(bytes(-len(data) % _BLOCK_BYTES))
-        self._samples.append(" ".join(places))
-
-    def digest(self) -> str:
-        """Return the digest of the archive; complete once it is closed."""
-        return f"sha256:{self._sha.hexdigest()}"
-
-    def index(self) -> bytes:
-        """Return the index of the members for DALI."""
-        return "".join(f"{line}\n" for line in (f"v1.2 {len(self._samples)}", *self._samples)).encode()
-
-    def _write(self, data: bytes) -> None:
-        self._sha.update(data)
-        self._file.write(data)
-        self.size_bytes += len(data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,25 +77,6 @@ class ShardTask:
     def records(self) -> Path:
         """Folder of the shard's record and listing."""
         return self.folder / PARTIAL_OUTPUT
-
-
-class ShardRecord(Record):
-    """Record of a shard: its files, its numbers of packed and rejected images, and sums over its pixels."""
-
-    name: FileName
-    num_images: int
-    num_rejected: int
-    num_rejected_annotations: int = 0  # of the packed images
-    pixel_sum: tuple[float, float, float]  # per RGB channel, of values in 0..1
-    pixel_square_sum: tuple[float, float, float]
-    num_pixels: int
-    files: dict[str, FileEntry]  # the tar and its index; none where every image was rejected
-
-    @model_validator(mode="after")
-    def _check_files(self) -> Self:
-        if not self.files.keys() <= {f"{self.name}.tar", f"{self.name}.idx"}:
-            raise ValueError("files are NAME.tar and NAME.idx")
-        return self
 
 
 def _planned_bytes(sample: Sample, max_short_side: int) -> int:
@@ -163,46 +105,6 @@ def plan_shards(samples: Sequence[Sample], shard_bytes: int, max_short_side: int
     return [samples[start:end] for start, end in pairwise(edges) if start < end]
 
 
-def read_record(records: Path, name: str) -> ShardRecord | None:
-    """The record of a shard that is done, None of any other."""
-    try:
-        return ShardRecord.model_validate_json((records / f"{name}.json").read_bytes())
-    except (FileNotFoundError, ValidationError):
-        return None
-
-
-def listing_file(records: Path, name: str) -> Path:
-    """Path of a shard's part of the listing: a JSON line per packed image."""
-    return records / f"{name}.jsonl"
-
-
-def rejected_file(records: Path, name: str) -> Path:
-    """Path of the listing of a shard's rejected files: a JSON line each, with path and reason."""
-    return records / f"{name}.rejected.jsonl"
-
-
-def annotations_file(records: Path, name: str) -> Path:
-    """Path of a shard's annotations that something is wrong with: a JSON line each."""
-    return records / f"{name}.annotations.jsonl"
-
-
-def thumbnails_file(records: Path, name: str) -> Path:
-    """Path of a shard's thumbnails: 48x48 bytes for each packed image, in order; empty if nobody looks at them."""
-    return records / f"{name}.thumbnails"
-
-
-def has_thumbnails(records: Path, record: ShardRecord) -> bool:
-    """True if there is a thumbnail of each image of a shard."""
-    file = thumbnails_file(records, record.name)
-    return file.is_file() and file.stat().st_size == record.num_images * THUMBNAIL_SIDE**2
-
-
-def record_files(records: Path, name: str) -> tuple[Path, ...]:
-    """All that is recorded of a shard."""
-    kinds = (listing_file, rejected_file, annotations_file, thumbnails_file)
-    return records / f"{name}.json", *(file(records, name) for file in kinds)
-
-
 def write_shard(task: ShardTask) -> ShardRecord:
     """Write one tar, its index, its part of the listing, and last its record."""
     tar = task.folder / f"{task.name}.tar"
@@ -211,7 +113,7 @@ def write_shard(task: ShardTask) -> ShardRecord:
         content = _fill(archive, thumbnails, task)
     files = {}
     if content.entries:
-        files = _write_index(archive, tar)
+        files = write_index(archive, tar)
     else:
         tar.unlink()  # every image was rejected; an empty shard would stop DALI
     record = ShardRecord(
@@ -229,50 +131,6 @@ def write_shard(task: ShardTask) -> ShardRecord:
     write_atomically(annotations_file(task.records, task.name), json_lines(content.annotations))
     write_atomically(task.records / f"{task.name}.json", record.model_dump_json().encode())
     return record
-
-
-def _write_index(archive: TarWriter, tar: Path) -> dict[str, FileEntry]:
-    """Write the index of a tar that is closed. Returns the entries of both."""
-    index, listed = tar.with_suffix(".idx"), archive.index()
-    index.write_bytes(listed)
-    return {
-        tar.name: FileEntry(size_bytes=archive.size_bytes, digest=archive.digest()),
-        index.name: FileEntry(size_bytes=len(listed), digest=digest_bytes(listed)),
-    }
-
-
-def leave_out(folder: Path, record: ShardRecord, keys: Container[str]) -> ShardRecord:
-    """Write a shard again without some images. Returns its record.
-
-    Args:
-        folder: of the tar and its index, either of which may be a link.
-        record: of the shard as it is.
-        keys: of the images.
-    """
-    tar, index = folder / f"{record.name}.tar", folder / f"{record.name}.idx"
-    written = folder / PARTIAL_OUTPUT / tar.name
-    num_images, files = 0, dict[str, FileEntry]()
-    with TarWriter(written) as archive, tar.open("rb") as old, index.open(encoding="utf-8") as lines:
-        next(lines)  # version and number of samples
-        for line in lines:
-            parts = list(zip(*[iter(line.split())] * 4, strict=True))  # extension, offset, size and name of each member
-            key = parts[0][3].removesuffix(f".{parts[0][0]}")
-            if key in keys:
-                continue
-            members = {}
-            for extension, offset, size, _ in parts:
-                old.seek(int(offset))
-                members[extension] = old.read(int(size))
-            archive.add(key, members)
-            num_images += 1
-    # A run that is killed from here on packs the shard again.
-    (folder / PARTIAL_OUTPUT / f"{record.name}.json").unlink(missing_ok=True)
-    tar.unlink()
-    index.unlink()
-    if num_images:
-        written.replace(tar)
-        files = _write_index(archive, tar)
-    return record.model_copy(update={"num_images": num_images, "files": files})
 
 
 def _fill(archive: TarWriter, thumbnails: BinaryIO, task: ShardTask) -> "_Content":
@@ -308,18 +166,6 @@ def _fill(archive: TarWriter, thumbnails: BinaryIO, task: ShardTask) -> "_Conten
             }
         )
     return content
-
-
-def entries_of(listing: Path) -> Iterator[Mapping[str, Any]]:
-    """The entries of a listing, one at a time."""
-    with listing.open(encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
-
-
-def json_lines(entries: Iterable[Mapping[str, object]]) -> bytes:
-    """One JSON object a line, in UTF-8."""
-    # File names that are not UTF-8 hold lone surrogates; written as \udcXX they are JSON and come back the same.
-    return "".join(json.dumps(e, ensure_ascii=False) + "\n" for e in entries).encode(errors="backslashreplace")
 
 
 def _image(task: ShardTask, sample: Sample) -> tuple[bytes, str, Image.Image, tuple[int, int]]:
@@ -448,33 +294,6 @@ def plan_digest(config: PreprocessConfig, source: Source) -> str:
             if mask := sample.mask:
                 sha.update(f"{mask.path}\0{mask.size_bytes}\0{mask.offset}\n".encode(errors="surrogateescape"))
     return "sha256:" + sha.hexdigest()
-
-
-@contextmanager
-def open_output(output: Path, *, joining: bool = False) -> Iterator[Path]:
-    """The folder for records in the output directory: new, or left by a killed run.
-
-    It goes again where nothing was planned, so that a data folder that can't be used leaves nothing behind.
-
-    Args:
-        output: the step's output directory.
-        joining: for merge, which starts again where a run of its own was killed or refused.
-
-    Raises:
-        UserError: the directory holds something else, or another process is at work in it.
-    """
-    folder = output / PARTIAL_OUTPUT
-    if folder.is_dir() and (folder / _JOINING).exists() != joining:
-        prepare_directory(output)  # which refuses it: the other step's work is in it
-    with open_partial(output, known=None) as records:
-        if joining:
-            (records / _JOINING).touch()
-        try:
-            yield records
-        except BaseException:
-            if not joining and not (records / PLAN).exists():
-                shutil.rmtree(records)
-            raise
 
 
 def resume(records: Path, digest: str, log: StepLog) -> None:

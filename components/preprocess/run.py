@@ -6,11 +6,12 @@ from pathlib import Path
 
 from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import DatasetPartManifest, seal
+from components.common.dataset.assembling import Packed, assemble, check_rejected, join_rejected, report
+from components.common.dataset.shards import RECORDS, open_output, record_files
 from components.common.process.steplog import StepLog
 from components.common.tasks import TASKS
-from components.preprocess.assembling import RECORDS, Packed, assemble, check_rejected, join_rejected, report
 from components.preprocess.config import PreprocessConfig
-from components.preprocess.packing import open_output, pack, plan_digest, plan_tasks, record_files, resume, stratified
+from components.preprocess.packing import pack, plan_digest, plan_tasks, resume, stratified
 from components.preprocess.sources import check_data_folder, find_samples, is_uri, local_path
 from components.preprocess.sources.folders import is_visible
 from components.preprocess.sources.samples import VAL_NAMES

@@ -27,14 +27,14 @@ from components.common.contracts.records import Split
 from components.common.contracts.settings import fingerprinted
 from components.common.contracts.transforms import TextSpec
 from components.common.data.pages import templates
+from components.common.dataset.assembling import check_share, tell
+from components.common.dataset.data_card import DATA_CARD
+from components.common.dataset.shards import REJECTED, json_lines
 from components.common.process.partial_output import LOCK, open_partial
 from components.common.process.steplog import StepLog
 from components.common.tasks.translation.sentences import BLEU_TOKENIZERS, CONTROL, base_language, visible
 from components.common.tasks.translation.vocabulary import VOCABULARY, Vocabulary, train_vocabulary
-from components.preprocess.assembling import check_share, tell
 from components.preprocess.config import PreprocessConfig
-from components.preprocess.data_card import DATA_CARD
-from components.preprocess.packing import REJECTED, json_lines
 from components.preprocess.sources.parallel_text import Pair, find_texts
 
 PROBLEMS = {

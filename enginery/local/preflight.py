@@ -17,14 +17,13 @@ from components.common.contracts.records import CALIBRATION_METHODS
 from components.common.contracts.settings import resolve
 from components.common.contracts.statistics import SIGNIFICANCE, chance_of
 from components.common.contracts.verdict import SPEED_SETTINGS
-from components.common.data.read_alike import Rejected
+from components.common.data.read_alike import Rejected, decode
 from components.common.runtimes import RUNTIMES
 from components.common.tasks import TASKS, task_of
 from components.export.config import ExportConfig
 from components.export.model_check import check_apart
 from components.gate.config import GateConfig
 from components.preprocess.config import PreprocessConfig
-from components.preprocess.decoding import decode
 from components.preprocess.sources import (
     FOLDER,
     Source,

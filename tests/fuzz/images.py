@@ -11,8 +11,7 @@ from functools import cache
 import numpy as np
 from PIL import Image
 
-from components.common.data.read_alike import Rejected, as_png
-from components.preprocess.decoding import decode
+from components.common.data.read_alike import Rejected, as_png, decode
 from tests.fuzz.running import limited
 
 BATCH = 50

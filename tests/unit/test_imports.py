@@ -17,7 +17,6 @@ from tests.processes import run_python
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = ("preprocess", "merge", "train", "export", "validate", "gate", "promote", "analyze")
 FLOORS = ("pipelines", "enginery", "components")  # imports only lead to the right, and into the same one
-BUILDS_ON = {"merge": "preprocess"}  # the second half of a step that runs in parts
 LIGHT = [
     ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
     for pattern in (
@@ -163,7 +162,7 @@ def test_addresses_are_asked_by_one_client() -> None:
 
 @pytest.mark.parametrize("step", [*STEPS, "serve"])
 def test_a_step_imports_no_other_step_and_no_pipeline(step: str) -> None:
-    others = [f"components.{other}" for other in STEPS if other not in (step, BUILDS_ON.get(step))]
+    others = [f"components.{other}" for other in STEPS if other != step]
     others += ["pipelines", "enginery", "tests", "benchmarks", *(["components.serve"] if step in STEPS else [])]
     files = sorted((REPOSITORY / "components" / step).rglob("*.py"))
     contract = {"__init__.py", "__main__.py", "config.py", "run.py", "component.py"} if step in STEPS else set()

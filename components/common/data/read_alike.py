@@ -2,15 +2,17 @@
 
 import io
 import struct
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from PIL import Image, UnidentifiedImageError
 
 from components.common.contracts.errors import UserError
 from components.common.contracts.foreign import LFS_POINTER, MAX_PIXELS
-from components.common.data.image_files import TIFF_MODES, open_image, orientation, rgb
+from components.common.data.image_files import TIFF_MODES, from_16_bit, open_image, orientation, rgb, upright
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PREFIX = b"Exif\x00\x00"
@@ -218,6 +220,51 @@ def is_read_alike(image: Image.Image, data: bytes) -> bool:
     if image.info.get("default_image"):  # of an animation, shown where only still pictures are; DALI skips it
         return False
     return is_turned_alike(str(image.format), data, image.info.get("exif", b""), orientation(image) in _TURNED)
+
+
+def decode(data: bytes, max_pixels: int) -> tuple[str, Image.Image]:
+    """Decode fully. Returns the member's extension and the image as the loader delivers it: upright, RGB.
+
+    The extension is empty where the file can't be packed as it is: see `as_png`.
+
+    Raises:
+        Rejected: it can't be used.
+    """
+    with rejecting(data):
+        image = open_image(data)
+        if image.width * image.height > max_pixels:
+            raise Rejected(f"{image.width}x{image.height} has more than max_pixels = {max_pixels} pixels")
+        if image.format == "TIFF" and image.mode not in TIFF_MODES:
+            raise Rejected(f"TIFF of mode {image.mode} is not supported; convert it to 8 bits per channel")
+        check_structure(str(image.format), data)
+        image.load()
+        check_exif(image.info.get("exif", b""))
+        extension = EXTENSIONS[str(image.format)] if is_read_alike(image, data) else ""
+        turned = upright(image)
+        if turned.mode.startswith("I;16"):
+            return extension, from_16_bit(turned)
+        return extension, turned if turned.mode == "RGB" else turned.convert("RGB")
+
+
+@contextmanager
+def rejecting(data: bytes) -> Iterator[None]:
+    """Turn what goes wrong with a file into Rejected."""
+    if not data:
+        raise Rejected("empty file")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except Rejected:
+        raise
+    except MemoryError:  # what a damaged file asks for, too
+        raise Rejected(f"takes more memory than is left ({len(data):,} bytes to decode)") from None
+    except UnidentifiedImageError:
+        if data.startswith(LFS_POINTER):
+            raise Rejected("a pointer of Git LFS, not the image itself; run `git lfs pull` in its repository") from None
+        raise Rejected("not an image, or of a format that is not read; convert it to JPEG or PNG") from None
+    except Exception as error:  # damaged data: mostly OSError, but Pillow's parsers let everything through
+        raise Rejected(f"damaged: {error}") from None
 
 
 def as_png(image: Image.Image) -> bytes:

@@ -17,7 +17,7 @@ from wds2idx import IndexCreator
 
 from components.common.contracts.records import DatasetStatistics, Split
 from components.common.data.image_files import thumbnail
-from components.preprocess.data_card import (
+from components.common.dataset.data_card import (
     Card,
     Rejections,
     Thumbnail,
@@ -26,7 +26,7 @@ from components.preprocess.data_card import (
     side_chart,
     write_data_card,
 )
-from components.preprocess.data_issues import SPLITS, IssueFinder, SideHistogram
+from components.common.dataset.data_issues import SPLITS, IssueFinder, SideHistogram
 
 from .builders import member, write_tar
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from components.preprocess.data_issues import Issue, IssueFinder, Issues, listed_paths
+from components.common.dataset.data_issues import Issue, IssueFinder, Issues, listed_paths
 
 CLASSES = ("cat", "dog", "owl")
 Entry = dict[str, Any]

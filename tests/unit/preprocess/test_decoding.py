@@ -16,10 +16,10 @@ from components.common.contracts.transforms import Augmentation
 from components.common.data.dali_pipelines import ImageBatches, load_image
 from components.common.data.image_files import rgb, upright_size
 from components.common.data.loader import Loader
-from components.common.data.read_alike import Rejected, as_png, check_encoded
+from components.common.data.read_alike import Rejected, as_png, check_encoded, decode
 from components.common.runtimes.runner import to_numpy
 from components.preprocess.config import PreprocessConfig
-from components.preprocess.decoding import decode, shrink
+from components.preprocess.decoding import shrink
 from tests.conftest import preprocess
 from tests.processes import ROOT, run_python
 from tests.unit.refusals import refuses
@@ -322,8 +322,7 @@ def test_the_shorter_side_of_a_large_image_becomes_exactly_the_limit(size: tuple
 TIGHT = """
 import io, resource, psutil
 from PIL import Image
-from components.preprocess.decoding import decode
-from components.common.data.read_alike import Rejected
+from components.common.data.read_alike import Rejected, decode
 encoded = io.BytesIO()
 Image.new("1", (12000, 12000)).save(encoded, "PNG")
 limit = psutil.Process().memory_info().vms + 200_000_000

@@ -13,8 +13,9 @@ from wds2idx import IndexCreator
 from components.common.contracts.manifests import ALL_FILES, DatasetManifest, DatasetPartManifest, load
 from components.common.data.image_files import near_duplicates_of_training
 from components.common.data.loader import Loader
-from components.preprocess.decoding import THUMBNAIL_SIDE, gray_thumbnail
-from components.preprocess.near_duplicates import find_near_pairs
+from components.common.dataset.near_duplicates import find_near_pairs
+from components.common.dataset.shards import THUMBNAIL_SIDE
+from components.preprocess.decoding import gray_thumbnail
 from enginery.datasets.textures import texture_image
 from tests.conftest import preprocess, run_step
 from tests.unit.refusals import refuses

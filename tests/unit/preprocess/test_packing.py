@@ -12,8 +12,9 @@ from PIL import Image
 from wds2idx import IndexCreator
 
 from components.common.contracts.manifests import Artifact, DatasetManifest
+from components.common.dataset.shards import TarWriter
 from components.preprocess.decoding import PixelSums
-from components.preprocess.packing import TarWriter, plan_shards, stratified
+from components.preprocess.packing import plan_shards, stratified
 from components.preprocess.sources import Sample
 from tests.conftest import preprocess
 from tests.unit.refusals import refuses

@@ -11,8 +11,8 @@ from components.common.contracts.manifests import write_atomically
 from components.common.contracts.records import NearDuplicates
 from components.common.contracts.settings import how_to_set
 from components.common.data.image_files import NEAR_DUPLICATES, read_listing
-from components.preprocess.data_card import read_thumbnails
-from components.preprocess.data_issues import (
+from components.common.dataset.data_card import read_thumbnails
+from components.common.dataset.data_issues import (
     SPLIT_WORDS,
     SPLITS,
     FoundImage,
@@ -22,9 +22,8 @@ from components.preprocess.data_issues import (
     SplitName,
     printable,
 )
-from components.preprocess.decoding import THUMBNAIL_SIDE
-from components.preprocess.near_duplicates import Indices, Mask, find_near_pairs
-from components.preprocess.packing import json_lines
+from components.common.dataset.near_duplicates import Indices, Mask, find_near_pairs
+from components.common.dataset.shards import THUMBNAIL_SIDE, json_lines
 
 _KINDS: dict[str, tuple[SplitName, SplitName]] = {
     "near_leak": ("train", "val"),

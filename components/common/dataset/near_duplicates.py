@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from components.preprocess.decoding import THUMBNAIL_SIDE
+from components.common.dataset.shards import THUMBNAIL_SIDE
 
 Array = npt.NDArray[Any]  # float32
 Thumbnails = npt.NDArray[np.uint8]  # [N, 48, 48] gray

@@ -17,10 +17,7 @@ from components.common.contracts.manifests import PARTIAL_OUTPUT, Artifact, Data
 from components.common.contracts.records import DatasetStatistics, Split
 from components.common.contracts.settings import fingerprinted, how_to_set
 from components.common.data.image_files import read_listing
-from components.common.process.steplog import StepLog
-from components.common.tasks import TASKS
-from components.preprocess.config import PreprocessConfig
-from components.preprocess.data_card import (
+from components.common.dataset.data_card import (
     DATA_CARD,
     Card,
     Rejections,
@@ -28,9 +25,10 @@ from components.preprocess.data_card import (
     sample_positions,
     write_data_card,
 )
-from components.preprocess.data_issues import SPLITS, Issue, IssueFinder, Issues, SplitName, listed_paths
-from components.preprocess.near_issues import LIKE_TRAINING, NearFindings, find_near_duplicates
-from components.preprocess.packing import (
+from components.common.dataset.data_issues import SPLITS, Issue, IssueFinder, Issues, SplitName, listed_paths
+from components.common.dataset.near_issues import LIKE_TRAINING, NearFindings, find_near_duplicates
+from components.common.dataset.settings import DatasetSettings
+from components.common.dataset.shards import (
     REJECTED,
     REJECTED_ANNOTATIONS,
     ShardRecord,
@@ -43,8 +41,8 @@ from components.preprocess.packing import (
     rejected_file,
     thumbnails_file,
 )
-
-RECORDS = "records"  # folder of a part with its shards' records
+from components.common.process.steplog import StepLog
+from components.common.tasks import TASKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +54,7 @@ class Packed:
 
 
 def assemble(
-    config: PreprocessConfig, classes: tuple[str, ...], packed: Sequence[Packed], output: Path
+    config: DatasetSettings, classes: tuple[str, ...], packed: Sequence[Packed], output: Path
 ) -> tuple[Artifact[DatasetManifest], Issues]:
     """Write what is about all shards, which lie in `output`, and complete the dataset.
 
@@ -137,7 +135,7 @@ def _split(
 
 
 def _find_near_duplicates(
-    config: PreprocessConfig, packed: Sequence[Packed], finder: IssueFinder, output: Path
+    config: DatasetSettings, packed: Sequence[Packed], finder: IssueFinder, output: Path
 ) -> NearFindings | None:
     if config.near_duplicates == "keep":
         return None
@@ -204,7 +202,7 @@ def join_rejected(packed: Sequence[Packed], output: Path) -> None:
         (output / REJECTED_ANNOTATIONS).unlink(missing_ok=True)
 
 
-def check_rejected(config: PreprocessConfig, packed: Sequence[Packed], output: Path) -> None:
+def check_rejected(config: DatasetSettings, packed: Sequence[Packed], output: Path) -> None:
     """See that the run may leave out the files listed in rejected.jsonl.
 
     Raises:
@@ -219,7 +217,7 @@ def check_rejected(config: PreprocessConfig, packed: Sequence[Packed], output: P
     check_share(config, num_rejected, num_files, said, output / REJECTED, "unusable-files")
 
 
-def check_share(config: PreprocessConfig, num_bad: int, total: int, said: str, listing: Path, code: str) -> None:
+def check_share(config: DatasetSettings, num_bad: int, total: int, said: str, listing: Path, code: str) -> None:
     """See that the step may leave out what can't be used, so many of `total`; `said` tells of it, with an example.
 
     Raises:
@@ -239,7 +237,7 @@ def check_share(config: PreprocessConfig, num_bad: int, total: int, said: str, l
     )
 
 
-def _annotation_line(config: PreprocessConfig, packed: Sequence[Packed], finder: IssueFinder, output: Path) -> str:
+def _annotation_line(config: DatasetSettings, packed: Sequence[Packed], finder: IssueFinder, output: Path) -> str:
     """Say how many annotations something is wrong with, and what; "" where nothing is.
 
     Raises:

@@ -18,9 +18,8 @@ from components.common.contracts.manifests import write_atomically
 from components.common.contracts.records import DatasetStatistics, NearDuplicates, Split
 from components.common.data.image_files import read_images, read_listing, thumbnail
 from components.common.data.pages import data_uri, templates
-from components.common.data.read_alike import Rejected
-from components.preprocess.data_issues import SPLIT_WORDS, Issues, SideHistogram, SplitName
-from components.preprocess.decoding import decode
+from components.common.data.read_alike import Rejected, decode
+from components.common.dataset.data_issues import SPLIT_WORDS, Issues, SideHistogram, SplitName
 
 DATA_CARD = "data_card.html"
 _MAX_ROWS = 30  # classes whose table is open; of more, the largest and the smallest are
@@ -152,7 +151,7 @@ def write_data_card(card: Card, folder: Path) -> Path:
     """
     rows = _class_rows(card)
     page = (
-        templates(Path(__file__).with_name("templates"), filters=_FILTERS)
+        templates(filters=_FILTERS)
         .get_template("data_card.html.j2")
         .render(
             card=card,
