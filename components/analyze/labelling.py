@@ -144,7 +144,7 @@ def label(
     transform = FrameBatches(bundle.manifest.image_transform, batch_size, 0 if on_gpu else None)
     with ExitStack() as stack:
         stack.callback(runner.close)
-        writer = stack.enter_context(_Writer(config, FrameAnswers(bundle.manifest, config), output, sources, sink))
+        writer = stack.enter_context(_FrameWriter(config, FrameAnswers(bundle.manifest, config), output, sources, sink))
         if on_gpu:
             from components.common.runtimes.tensorrt import TensorRTRunner
 
@@ -180,7 +180,7 @@ def _label_all(
     transform: FrameBatches,
     runner: Runner,
     batch_size: int,
-    writer: "_Writer",
+    writer: "_FrameWriter",
     log: StepLog,
 ) -> None:
     """Take batches over all streams until they end. One is transformed, one labelled and one written at a time."""
@@ -248,7 +248,7 @@ def signals_call(stop: Callable[[], None]) -> Iterator[None]:
         restore()
 
 
-class _Writer:
+class _FrameWriter:
     """Says frames and events line by line, and keeps what the page needs. A context: in the end videos are whole."""
 
     def __init__(
@@ -266,7 +266,7 @@ class _Writer:
         self._videos: dict[int, AnnotatedVideo] = {}
         self._flushed_s = time.monotonic()
 
-    def __enter__(self) -> "_Writer":
+    def __enter__(self) -> "_FrameWriter":
         return self
 
     def __exit__(self, kind: object, *_: Any) -> None:

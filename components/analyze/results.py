@@ -101,7 +101,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Thumbnail:
+class FrameThumbnail:
     """A small picture of a frame."""
 
     time_s: float
@@ -114,7 +114,7 @@ class Thumbnails:
     """The frames that tell most, at most 16: those where a class began to hold, as far apart as there is room for."""
 
     def __init__(self) -> None:
-        self.kept: list[Thumbnail] = []
+        self.kept: list[FrameThumbnail] = []
         self._least_gap_s = 0.0
 
     def offer(
@@ -141,7 +141,7 @@ class Thumbnails:
         image.thumbnail((_THUMBNAIL_PIXELS, _THUMBNAIL_PIXELS))
         buffer = io.BytesIO()
         draw(image).save(buffer, "JPEG", quality=80)
-        self.kept.append(Thumbnail(time_s=time_s, shown=shown, caption=caption, jpeg=buffer.getvalue()))
+        self.kept.append(FrameThumbnail(time_s=time_s, shown=shown, caption=caption, jpeg=buffer.getvalue()))
         if len(self.kept) > _MAX_THUMBNAILS:
             self._least_gap_s = max(2 * self._least_gap_s, 2 * self.kept[-1].time_s / _MAX_THUMBNAILS)
             self.kept = self.kept[::2]

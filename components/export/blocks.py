@@ -12,7 +12,14 @@ from dataclasses import dataclass, replace
 import onnx
 from onnx import NodeProto
 
-from components.export.placement import SPATIAL_POOLS, Graph, float_graph, is_spatial_mean, node_id, quantized_reads
+from components.export.placement import (
+    SPATIAL_POOLS,
+    GraphIndex,
+    float_graph,
+    is_spatial_mean,
+    node_id,
+    quantized_reads,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +54,7 @@ def find_blocks(model: onnx.ModelProto) -> list[Block]:
         model: FP32 graph, without Q/DQ.
     """
     proto = float_graph(model).graph
-    graph = Graph(proto)
+    graph = GraphIndex(proto)
     reads = quantized_reads(proto, ())
     weighted = {node_id(read.node) for read in reads if read.axis is not None}
     readers = {node_id(read.node) for read in reads}
@@ -80,7 +87,7 @@ def find_blocks(model: onnx.ModelProto) -> list[Block]:
     return _with_unique_names(blocks)
 
 
-def _pieces(graph: Graph, inputs: Sequence[str]) -> Iterable[list[NodeProto]]:
+def _pieces(graph: GraphIndex, inputs: Sequence[str]) -> Iterable[list[NodeProto]]:
     """Nodes between two cuts. What is computed from shapes and constants alone passes nothing on."""
     data = set(inputs)
     for node in graph.nodes:
@@ -110,19 +117,19 @@ def _pieces(graph: Graph, inputs: Sequence[str]) -> Iterable[list[NodeProto]]:
         yield piece
 
 
-def _ends_depthwise(piece: Sequence[NodeProto], graph: Graph) -> bool:
+def _ends_depthwise(piece: Sequence[NodeProto], graph: GraphIndex) -> bool:
     """True if the last layer with weights is a depthwise convolution."""
     convolutions = [node for node in piece if node.op_type in ("Conv", "Gemm", "MatMul")]
     return bool(convolutions) and _is_depthwise(convolutions[-1], graph)
 
 
-def _is_depthwise(node: NodeProto, graph: Graph) -> bool:
+def _is_depthwise(node: NodeProto, graph: GraphIndex) -> bool:
     weights = graph.initializers.get(node.input[1]) if node.op_type == "Conv" else None
     group = next((entry.i for entry in node.attribute if entry.name == "group"), 1)
     return weights is not None and group > 1 and weights.dims[1] == 1
 
 
-def _kind(piece: Sequence[NodeProto], graph: Graph) -> str:
+def _kind(piece: Sequence[NodeProto], graph: GraphIndex) -> str:
     operators = {node.op_type for node in piece}
     if "Softmax" in operators and "MatMul" in operators:
         return "attention"
@@ -131,7 +138,7 @@ def _kind(piece: Sequence[NodeProto], graph: Graph) -> str:
     return "convolution" if "Conv" in operators else "product"
 
 
-def _gates(piece: Sequence[NodeProto], graph: Graph) -> list[str]:
+def _gates(piece: Sequence[NodeProto], graph: GraphIndex) -> list[str]:
     """Nodes on globally pooled features, from the pooling on, that end in a product with features not pooled."""
     pooled: set[str] = set()
     gates: list[str] = []
@@ -147,7 +154,7 @@ def _gates(piece: Sequence[NodeProto], graph: Graph) -> list[str]:
     return gates if multiplies else []
 
 
-def _last_output(piece: Sequence[NodeProto], graph: Graph) -> str:
+def _last_output(piece: Sequence[NodeProto], graph: GraphIndex) -> str:
     inside = {name for node in piece for name in node.input}
     outputs = [name for node in piece for name in node.output if name not in inside and graph.num_reads.get(name)]
     return outputs[-1] if outputs else str(piece[-1].output[0])

@@ -113,7 +113,7 @@ class QuantizedRead:
         return str(self.node.input[self.index])
 
 
-class Graph:
+class GraphIndex:
     """Lookups over a graph: producer and consumers of each tensor, and which tensors are constant."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
@@ -231,7 +231,7 @@ def activation_tensors(
         EngineryError: the model is already quantized.
     """
     prepared = float_graph(model)
-    graph = Graph(prepared.graph)
+    graph = GraphIndex(prepared.graph)
     reads = quantized_reads(prepared.graph, exclude, scores=scores)
     return list(dict.fromkeys(graph.scale_source(read.tensor) for read in reads if read.axis is None))
 
@@ -239,7 +239,7 @@ def activation_tensors(
 def has_unsigned_activations(model: onnx.ModelProto) -> bool:
     """True if a tensor that is read in INT8 is never negative."""
     prepared = float_graph(model)
-    graph = Graph(prepared.graph)
+    graph = GraphIndex(prepared.graph)
     return any(read.axis is None and graph.is_nonnegative(read.tensor) for read in quantized_reads(prepared.graph, ()))
 
 
@@ -281,7 +281,7 @@ def float_graph(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def quantized_reads(proto: onnx.GraphProto, exclude: Collection[str], *, scores: bool = False) -> list[QuantizedRead]:
     """Every input that reads through Q/DQ, in graph order: the whole placement policy; of attention scores if asked."""
-    graph = Graph(proto)
+    graph = GraphIndex(proto)
     products = graph.score_products() if scores else set()
     reads: list[QuantizedRead] = []
     quantized_convs: set[str] = set()
@@ -306,7 +306,7 @@ def quantized_reads(proto: onnx.GraphProto, exclude: Collection[str], *, scores:
     return reads
 
 
-def weight_channel_axis(node: NodeProto, graph: Graph) -> int | None:
+def weight_channel_axis(node: NodeProto, graph: GraphIndex) -> int | None:
     """Output-channel axis of the node's constant weights (input 1), or None if it has none."""
     if len(node.input) < 2 or node.input[1] not in graph.initializers:
         return None
@@ -320,19 +320,19 @@ def weight_channel_axis(node: NodeProto, graph: Graph) -> int | None:
     return None
 
 
-def is_spatial_mean(node: NodeProto, graph: Graph) -> bool:
+def is_spatial_mean(node: NodeProto, graph: GraphIndex) -> bool:
     """True if the node is a ReduceMean over height and width, which some exporters write for global pooling."""
     return node.op_type == "ReduceMean" and sorted(reduced_axes(node, graph)) in ([2, 3], [-2, -1])
 
 
-def reduced_axes(node: NodeProto, graph: Graph) -> list[int]:
+def reduced_axes(node: NodeProto, graph: GraphIndex) -> list[int]:
     """Axes of a Reduce operator; empty where it gives none that are constant."""
     if len(node.input) > 1 and node.input[1] in graph.initializers:  # opset 18 and newer
         return numpy_helper.to_array(graph.initializers[node.input[1]]).tolist()
     return list(attribute(node, "axes", []))
 
 
-def _shortcut_index(node: NodeProto, graph: Graph, quantized_convs: set[str]) -> int | None:
+def _shortcut_index(node: NodeProto, graph: GraphIndex, quantized_convs: set[str]) -> int | None:
     """The index of a residual Add's shortcut among its inputs, or None if the Add can't run inside an INT8 convolution.
 
     The main branch ends in a Conv that feeds only this Add. If both inputs do (a downsampling shortcut), the main

@@ -11,7 +11,7 @@ from onnxruntime.transformers import float16
 
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.records import FP16_MANTISSA_BITS
-from components.export.placement import Graph, model_opset, replace_nodes
+from components.export.placement import GraphIndex, model_opset, replace_nodes
 
 FP16_MAX = 65504.0
 FP16_QDQ_OPSET = 19  # first opset whose QuantizeLinear takes float16 tensors and scales
@@ -99,7 +99,7 @@ def round_weights(model: onnx.ModelProto, bits: int) -> int:
     Returns:
         How many tensors of weights were rounded.
     """
-    graph = Graph(model.graph)
+    graph = GraphIndex(model.graph)
     rounded = 0
     products = [node for node in graph.nodes if node.op_type in _MULTIPLYING]
     for name in sorted({graph.scale_source(read) for node in products for read in node.input[:2]}):
@@ -116,13 +116,13 @@ def scaled_convolutions(model: onnx.ModelProto) -> int:
 
     TensorRT may multiply it into their weights, which have all bits then. PyTorch's exporter has done so in eval mode.
     """
-    graph = Graph(model.graph)
+    graph = GraphIndex(model.graph)
     scaling = [node for node in graph.nodes if node.op_type == "BatchNormalization"]
     found = [graph.convolution_into(node.input[0]) for node in scaling]
     return len({node.output[0] for node in found if node is not None})
 
 
-def _constant(graph: Graph, name: str) -> TensorProto | None:
+def _constant(graph: GraphIndex, name: str) -> TensorProto | None:
     """The constant that a name stands for, within the model."""
     if name in graph.initializers:
         return graph.initializers[name]

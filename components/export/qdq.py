@@ -15,7 +15,7 @@ from components.common.contracts.errors import EngineryError
 from components.common.contracts.records import Int8Form
 from components.export.calibration import INT8_MAX
 from components.export.placement import (
-    Graph,
+    GraphIndex,
     attribute,
     float_graph,
     is_spatial_mean,
@@ -123,7 +123,7 @@ def insert_qdq(
             quantized, or its opset is too old for its type.
     """
     quantized = float_graph(model)
-    graph = Graph(quantized.graph)
+    graph = GraphIndex(quantized.graph)
     if unknown := set(exclude) - {node_id(node) for node in graph.nodes}:
         raise EngineryError(f"quantization: exclude names unknown nodes {sorted(unknown)[:3]}.", code="unknown-layer")
     reads = quantized_reads(quantized.graph, exclude, scores=arithmetic.scores == "int8")
@@ -159,7 +159,7 @@ def _squeeze_reductions(graph: onnx.GraphProto) -> None:
     OpenVINO 2026.4 fuses a quantizer with the Reduce before it, and with what scales its channels in between, and takes
     scales of wrong channels where the axes are gone.
     """
-    lookup, nodes = Graph(graph), []
+    lookup, nodes = GraphIndex(graph), []
     for node in graph.node:
         nodes.append(node)
         axes = reduced_axes(node, lookup) if node.op_type.startswith("Reduce") else []
@@ -178,7 +178,7 @@ def _clip_matrices(model: onnx.ModelProto) -> None:
     OpenVINO 2026.4 moves scales of columns behind the Reshape as if its second axis were made of the columns. Where
     that is tokens, it can't compile the model. It does not move them behind a Clip, which runs inside the product.
     """
-    lookup, nodes = Graph(model.graph), []
+    lookup, nodes = GraphIndex(model.graph), []
     axes = {
         node.output[0]: lookup.initializers[node.input[1]].dims[0]
         for node in lookup.nodes
@@ -198,7 +198,7 @@ def _clip_matrices(model: onnx.ModelProto) -> None:
     replace_nodes(model.graph, nodes)
 
 
-def _float_type(model: onnx.ModelProto, graph: Graph) -> int:
+def _float_type(model: onnx.ModelProto, graph: GraphIndex) -> int:
     """TensorProto.FLOAT or FLOAT16: the type of all weights, checked against the opset."""
     weighted = [node for node in graph.nodes if weight_channel_axis(node, graph) is not None]
     types = {graph.initializers[node.input[1]].data_type for node in weighted}
@@ -243,7 +243,7 @@ class _Inserter:
         self.weights = weights
         self.pairs: dict[str, list[NodeProto]] = {}  # by the tensor that they read
 
-    def quantize_activation(self, tensor: str, scale: float, graph: Graph) -> None:
+    def quantize_activation(self, tensor: str, scale: float, graph: GraphIndex) -> None:
         if tensor in self.pairs:
             return
         if self.arithmetic.activations == "unsigned" and graph.is_nonnegative(tensor):
@@ -268,7 +268,7 @@ class _Inserter:
             self.graph.initializer.append(numpy_helper.from_array(codes, f"{tensor.name}_quantized"))
             del self.pairs[tensor.name][0]
 
-    def add_bias(self, conv: NodeProto, graph: Graph) -> None:
+    def add_bias(self, conv: NodeProto, graph: GraphIndex) -> None:
         """A bias too small to change a result, where there is none but zeros, which OpenVINO leaves out."""
         own = conv.input[2] if len(conv.input) > 2 else ""
         if own and (own not in graph.initializers or numpy_helper.to_array(graph.initializers[own]).any()):

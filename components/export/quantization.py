@@ -43,7 +43,7 @@ from components.export.calibration import (
 )
 from components.export.config import ONNX_FILES, ExportConfig
 from components.export.mixed import Compiled, MixedSearch
-from components.export.placement import Graph, activation_tensors, has_unsigned_activations, quantizable_layers
+from components.export.placement import GraphIndex, activation_tensors, has_unsigned_activations, quantizable_layers
 from components.export.precision import FP16_MAX
 from components.export.qdq import TENSORRT, Arithmetic, insert_qdq, scales_below_fp16
 from components.export.selection import Budget, Candidates, Ranking, Selection
@@ -114,7 +114,7 @@ class ArithmeticSearch:
             chosen = self._better(first, _CpuArithmetic(weight_bits=first.weight_bits))
         chosen = self._with_weights(first, chosen)
         in_int8 = replace(chosen, scores="int8")
-        if not Graph(self.fp32.graph).score_products() or self._trial(in_int8).saturates:
+        if not GraphIndex(self.fp32.graph).score_products() or self._trial(in_int8).saturates:
             return chosen
         return self._better(chosen, in_int8)
 

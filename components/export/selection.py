@@ -25,7 +25,7 @@ from components.common.runtimes.torch import TorchRunner
 from components.common.tasks.predictions import Predictions, ScoreDrop, Top1Drop
 from components.export.calibration import Samples
 from components.export.config import ExportConfig
-from components.export.placement import Graph, float_graph, node_id, quantized_reads
+from components.export.placement import GraphIndex, float_graph, node_id, quantized_reads
 from components.export.qdq import Arithmetic, insert_qdq
 
 _MAX_STAGES = 4  # after which candidates are compared: an eighth of the images, a quarter, a half, all
@@ -220,7 +220,7 @@ class Ranking:
 def _layers(model: onnx.ModelProto, arithmetic: Arithmetic) -> dict[str, tuple[str, frozenset[str]]]:
     """Operator of each node that reads through Q/DQ, and what is in INT8 with it, by the node's id, in graph order."""
     proto = float_graph(model).graph
-    graph = Graph(proto)
+    graph = GraphIndex(proto)
     layers = {}
     for read in quantized_reads(proto, (), scores=arithmetic.scores == "int8"):
         mains = [graph.convolution_into(name) for name in read.node.input] if read.node.op_type == "Add" else []

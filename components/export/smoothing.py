@@ -16,7 +16,7 @@ import onnx
 from onnx import NodeProto, numpy_helper
 
 from components.export.calibration import INT8_MAX, ZERO_TENSOR_SCALE
-from components.export.placement import Graph, attribute, inline_constants, replace_nodes, weight_channel_axis
+from components.export.placement import GraphIndex, attribute, inline_constants, replace_nodes, weight_channel_axis
 
 ALPHA = 0.5  # share of the range that goes into the weights: both end up with the same; the paper's usual value
 
@@ -43,7 +43,7 @@ class Affine:
 
 def smoothable(model: onnx.ModelProto) -> list[Affine]:
     """All that can be smoothed in an FP32 graph with plain constants (`placement.inline_constants`), in its order."""
-    graph = Graph(model.graph)
+    graph = GraphIndex(model.graph)
     shapes = _Shapes(model)
     readers: dict[str, list[NodeProto]] = {}
     for node in graph.nodes:
@@ -114,7 +114,7 @@ def smooth(
         names.
     """
     smoothed = inline_constants(model)
-    graph = Graph(smoothed.graph)
+    graph = GraphIndex(smoothed.graph)
     balanced: dict[str, np.ndarray] = {}
     for affine in smoothable(smoothed):
         largest = np.max([maxima[source] for source in affine.sources], axis=0).astype(np.float64)  # [C]
@@ -136,7 +136,7 @@ def smoothed_scales(maxima: Mapping[str, np.ndarray]) -> dict[str, float]:
     return {name: float(values.max()) / INT8_MAX or ZERO_TENSOR_SCALE for name, values in maxima.items()}
 
 
-def _parameters(node: NodeProto, graph: Graph) -> list[tuple[NodeProto, int]]:
+def _parameters(node: NodeProto, graph: GraphIndex) -> list[tuple[NodeProto, int]]:
     """Constant scale and bias of a LayerNormalization, or of a Mul and the Add behind it, by the last of the nodes."""
     if node.op_type == "LayerNormalization":
         given = [(node, index) for index, name in enumerate(node.input) if index and name]
@@ -178,7 +178,7 @@ def _data_inputs(node: NodeProto) -> Iterator[str]:
     return iter(node.input if node.op_type == "Concat" else node.input[:1])
 
 
-def _keeps_last_axis(node: NodeProto, graph: Graph, shapes: _Shapes, num_channels: int) -> bool:
+def _keeps_last_axis(node: NodeProto, graph: GraphIndex, shapes: _Shapes, num_channels: int) -> bool:
     """True if each channel of what a node reads is the same channel of what it gives."""
     rank = shapes.rank(node.input[0])
     if node.op_type not in _REARRANGING or not rank or shapes.last_axis(node.output[0]) != num_channels:
@@ -203,7 +203,7 @@ def _keeps_last_axis(node: NodeProto, graph: Graph, shapes: _Shapes, num_channel
     return True
 
 
-def _rows(node: NodeProto, graph: Graph) -> int:
+def _rows(node: NodeProto, graph: GraphIndex) -> int:
     """Number of channels that the constant weights of a product read; 0 for other nodes."""
     if node.op_type == "Conv" or weight_channel_axis(node, graph) is None:
         return 0
@@ -215,13 +215,13 @@ def _reads_rows(product: NodeProto) -> bool:
     return bool(attribute(product, "transB", 0))
 
 
-def _row_maxima(product: NodeProto, graph: Graph) -> np.ndarray:
+def _row_maxima(product: NodeProto, graph: GraphIndex) -> np.ndarray:
     weights = np.abs(numpy_helper.to_array(graph.initializers[product.input[1]]))
     maxima: np.ndarray = weights.max(axis=0 if _reads_rows(product) else 1)
     return maxima
 
 
-def _replace(proto: onnx.GraphProto, graph: Graph, node: NodeProto, index: int, factors: np.ndarray) -> None:
+def _replace(proto: onnx.GraphProto, graph: GraphIndex, node: NodeProto, index: int, factors: np.ndarray) -> None:
     """Let a node read its constant times `factors`, under a name of its own: equal constants may be shared."""
     tensor = graph.initializers[node.input[index]]
     values = (numpy_helper.to_array(tensor) * factors).astype(np.float32)

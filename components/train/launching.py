@@ -42,7 +42,7 @@ _TAIL_LINES = 12  # of what the processes wrote, when none could say what happen
 _WAITED = r"Timed out waiting \d+ ?ms|collective operation timeout"
 
 
-class Task(Record):
+class LaunchSpec(Record):
     """The work of all processes, in a file."""
 
     config: TrainConfig
@@ -130,7 +130,7 @@ def launch(config: TrainConfig, log: StepLog, number: int, *, dataset: Path, out
 def _launch(config: TrainConfig, log: StepLog, number: int, dataset: Path, output: Path) -> str:
     with tempfile.TemporaryDirectory(prefix="enginery-train-") as name:
         folder = Path(name)
-        task = Task(config=config, dataset=dataset.absolute(), output=output.absolute())
+        task = LaunchSpec(config=config, dataset=dataset.absolute(), output=output.absolute())
         write_atomically(folder / "task.json", task.model_dump_json().encode())
         with (folder / "stderr.txt").open("w+b") as errors:
             group = _Group.start(number, folder, errors)
@@ -281,7 +281,7 @@ def main(folder: Path) -> int:
     """Train as one of several. Returns the exit code."""
     end_with_parent()
     rank = int(os.environ["RANK"])
-    task = Task.model_validate_json((folder / "task.json").read_bytes())
+    task = LaunchSpec.model_validate_json((folder / "task.json").read_bytes())
     try:
         # StopRequest puts this back once training is over: a signal must not keep the process from saying how it ended.
         signal.signal(signal.SIGTERM, lambda number, frame: None)

@@ -30,7 +30,7 @@ from components.common.runtimes.onnx_files import read_onnx
 from components.common.runtimes.selection import RuntimeSelection, select_runtimes
 from components.common.runtimes.torch import TorchGraph, UnsupportedOperators
 from components.validate.charts import shortened
-from components.validate.saliency import Layer, MapKind, chosen_layers, feature_layers, layer_maps, similarity
+from components.validate.saliency import FeatureLayer, MapKind, chosen_layers, feature_layers, layer_maps, similarity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Prediction:
 class LayerMaps:
     """One layer's maps of an image, each of the layer's own size. [height, width] float32, not scaled."""
 
-    layer: Layer
+    layer: FeatureLayer
     fp32: np.ndarray
     int8: np.ndarray
 
@@ -145,7 +145,7 @@ def inspect(
     return Inspection(explanations=tuple(explanations), maps_missing=missing)
 
 
-def _graphs(bundle: Artifact[BundleManifest], asked: Sequence[str]) -> tuple[list[TorchGraph], list[Layer], str]:
+def _graphs(bundle: Artifact[BundleManifest], asked: Sequence[str]) -> tuple[list[TorchGraph], list[FeatureLayer], str]:
     """FP32 and INT8 and the layers to look into; or nothing, and why PyTorch can't run this model."""
     models = bundle.manifest.models
     if "int8" not in models:

@@ -35,7 +35,7 @@ _NUM_SUGGESTED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class FeatureLayer:
     """A node whose output is a stack of feature maps of more than one pixel."""
 
     name: str
@@ -47,7 +47,7 @@ class Layer:
     width: int
 
 
-def feature_layers(graph: TorchGraph, shapes: ShapeSpec) -> list[Layer]:
+def feature_layers(graph: TorchGraph, shapes: ShapeSpec) -> list[FeatureLayer]:
     """The layers of the FP32 graph that maps can be made of, in the order in which they are computed."""
     values = graph.run_all(torch.zeros(shapes.input_shape(1)))
     maps = {graph.input_name}
@@ -59,7 +59,7 @@ def feature_layers(graph: TorchGraph, shapes: ShapeSpec) -> list[Layer]:
                 nodes.append(node)
     names = _names(graph, nodes)
     return [
-        Layer(name=names[node.id], id=node.id, op_type=node.op_type, height=height, width=width)
+        FeatureLayer(name=names[node.id], id=node.id, op_type=node.op_type, height=height, width=width)
         for node in nodes
         for height, width in [values[node.outputs[0]].shape[2:]]
     ]
@@ -93,7 +93,7 @@ def _is_weighted(node: TorchNode, constants: Mapping[str, Tensor]) -> bool:
     return node.op_type != "MatMul" or constants[node.inputs[1]].dim() == 2
 
 
-def default_layers(layers: Sequence[Layer]) -> list[Layer]:
+def default_layers(layers: Sequence[FeatureLayer]) -> list[FeatureLayer]:
     """The last feature maps of each of the three smallest sizes: the last one is what the classifier's head reads.
 
     Pooled maps are left out where there are others: their pixels are chosen, not computed.
@@ -105,7 +105,7 @@ def default_layers(layers: Sequence[Layer]) -> list[Layer]:
     return sorted(last.values(), key=lambda layer: order[layer.id])[-_NUM_DEFAULT:]
 
 
-def chosen_layers(layers: Sequence[Layer], asked: Sequence[str]) -> list[Layer]:
+def chosen_layers(layers: Sequence[FeatureLayer], asked: Sequence[str]) -> list[FeatureLayer]:
     """The layers of these names, or `default_layers` for none.
 
     A layer may be called by its short name, that without the operator behind it, or its name in the ONNX file.
@@ -122,7 +122,7 @@ def chosen_layers(layers: Sequence[Layer], asked: Sequence[str]) -> list[Layer]:
     return list(dict.fromkeys(found))
 
 
-def _layer_called(asked: str, layers: Sequence[Layer]) -> Layer:
+def _layer_called(asked: str, layers: Sequence[FeatureLayer]) -> FeatureLayer:
     exact = [layer for layer in layers if asked in (layer.name, layer.id)]
     matching = exact or [layer for layer in layers if layer.name.rpartition(" ")[0] == asked]
     if len(matching) == 1:
@@ -141,7 +141,7 @@ def _layer_called(asked: str, layers: Sequence[Layer]) -> Layer:
 
 
 def layer_maps(
-    graph: TorchGraph, image: np.ndarray, layers: Sequence[Layer], kind: MapKind, class_index: int
+    graph: TorchGraph, image: np.ndarray, layers: Sequence[FeatureLayer], kind: MapKind, class_index: int
 ) -> list[np.ndarray]:
     """One map per layer.
 

@@ -17,7 +17,7 @@ from enginery.advise.roofline import (
     MIG_PARTS,
     Coefficients,
     Device,
-    Prediction,
+    SpeedPrediction,
     Work,
     devices,
     interval,
@@ -186,7 +186,7 @@ class _Engine:
     precision: str
     batch: int
     streams: int
-    prediction: Prediction
+    prediction: SpeedPrediction
     log_error: float
     """The logarithm is off by at most this in 90 % of cases."""
 

@@ -108,7 +108,7 @@ class Coefficients:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class SpeedPrediction:
     """The predicted speed of batches of one size on some streams."""
 
     images_per_s: float
@@ -245,7 +245,7 @@ HOST_SHARE = 0.874  # of the link's figure: what AlexNet reaches on the H200, wh
 
 def predict(
     work: Work, device: Device, precision: str, batch: int, fitted: Coefficients, streams: int = 1
-) -> Prediction:
+) -> SpeedPrediction:
     """Serving by one engine: `streams` batches at once, whose launches and waiting overlap.
 
     Args:
@@ -268,12 +268,14 @@ def predict(
     }
     limit = max(parts, key=lambda name: parts[name])
     batch_s = streams * step_s + copy_s
-    return Prediction(images_per_s=batch / step_s, batch_s=batch_s, busy_share=min(1.0, busy_s / step_s), limit=limit)
+    return SpeedPrediction(
+        images_per_s=batch / step_s, batch_s=batch_s, busy_share=min(1.0, busy_s / step_s), limit=limit
+    )
 
 
 def predict_training(
     work: Work, device: Device, batch: int, per_image_bytes: int, fitted: Coefficients, bytes_factor: float
-) -> Prediction:
+) -> SpeedPrediction:
     """Training steps, in 16 bits on a GPU and in FP32 on a CPU: backward is twice the arithmetic of forward.
 
     Args:
@@ -294,7 +296,7 @@ def predict_training(
     step_s = sum(parts.values())
     limit = max(parts, key=lambda name: parts[name])
     busy_share = (parts["arithmetic"] + parts["bandwidth"]) / step_s
-    return Prediction(images_per_s=batch / step_s, batch_s=step_s, busy_share=busy_share, limit=limit)
+    return SpeedPrediction(images_per_s=batch / step_s, batch_s=step_s, busy_share=busy_share, limit=limit)
 
 
 def training_precision(device: Device) -> str:

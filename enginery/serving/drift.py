@@ -23,7 +23,7 @@ from components.common.data.baseline import (
     STATISTICS,
     Baseline,
     Comparison,
-    Histogram,
+    StatisticHistogram,
     StatisticName,
     baseline_file,
     example_name,
@@ -292,7 +292,7 @@ def compare(served: ServedBaseline, now: Sequence[_Counts], before: Sequence[_Co
     )
 
 
-def _bins(histogram: Histogram, counts: np.ndarray, classes: tuple[str, ...]) -> tuple[BinShare, ...]:
+def _bins(histogram: StatisticHistogram, counts: np.ndarray, classes: tuple[str, ...]) -> tuple[BinShare, ...]:
     baseline_pct, served_pct = (100 * each / each.sum() for each in (np.array(histogram.counts), counts))
     return tuple(
         BinShare(bin=histogram.label(index, classes), baseline_pct=own, served_pct=served)

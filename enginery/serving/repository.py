@@ -339,7 +339,7 @@ def write_repository(
             setting="shadow_share",
         )
     with new_folder(output, "a model repository") as temporary:
-        (_TextWriter if bundle.text is not None else _Writer)(source, temporary, name, config).write()
+        (_TextWriter if bundle.text is not None else _ImageWriter)(source, temporary, name, config).write()
         for file, statement in source.statements.items():
             (temporary / file).write_bytes(statement)
         if key is not None:
@@ -455,7 +455,7 @@ class _TextWriter(_AnyWriter):
         self._seal(top_k=1, engines=(), batching={"cpu": batching})
 
 
-class _Writer(_AnyWriter):
+class _ImageWriter(_AnyWriter):
     """An ensemble that takes images."""
 
     def __init__(self, source: ModelSource, root: Path, name: str, config: RepositoryConfig) -> None:

@@ -46,7 +46,7 @@ class ShadowConfig(Record):
     priority: Literal["idle", "normal"] = Field("idle", description="Of the process that runs the challenger.")
 
 
-class Sample(Record):
+class ShadowSample(Record):
     """An image, and what the champion answered."""
 
     id: str
@@ -107,7 +107,7 @@ class SampleListener:
         """Return the number of images that the champion has "seen" or "dropped", up to the last sample."""
         return sum(counts.get(what, 0) for counts in self._counts.values())
 
-    def poll(self) -> list[Sample]:
+    def poll(self) -> list[ShadowSample]:
         """Return what has become complete, after waiting a moment for it."""
         samples = []
         for ready in wait([self.server, *self._open], _POLL_S):
@@ -123,7 +123,7 @@ class SampleListener:
                 samples += [sample] if sample else []
         return samples
 
-    def _receive(self, source: Connection, message: bytes) -> Sample | None:
+    def _receive(self, source: Connection, message: bytes) -> ShadowSample | None:
         head, _, image = message.partition(b"\n")
         content: dict[str, Any] = json.loads(head)
         if source not in self._counts:
@@ -139,7 +139,7 @@ class SampleListener:
                 self.num_unpaired += 1
             return None
         both = {**content, **other[0]}
-        return Sample(
+        return ShadowSample(
             id=both["id"],
             image=image or other[1],
             label=both["label"],
@@ -293,7 +293,7 @@ def _champion_repository(
     return None
 
 
-def _answer(sample: Sample, models: Mapping[str, Classify], order: Sequence[str]) -> ShadowAnswer:
+def _answer(sample: ShadowSample, models: Mapping[str, Classify], order: Sequence[str]) -> ShadowAnswer:
     """The models on one image, one after the other in this order."""
     found = {role: _timed(models[role], sample.image) for role in order}
     label, challenger_ms = found["challenger"]

@@ -35,7 +35,7 @@ def refuse_lfs_pointer(file: Path, source: str = "") -> None:
             )
 
 
-class _Loader(yaml.SafeLoader):
+class _NoAliasLoader(yaml.SafeLoader):
     """Without aliases, by which 400 bytes become gigabytes when they are written out."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -54,7 +54,7 @@ def read_yaml(file: Path) -> Any:
     if file.stat().st_size > _MAX_YAML_BYTES or not stat.S_ISREG(file.stat().st_mode):
         raise ValueError(f"it has more than {_MAX_YAML_BYTES:,} bytes, or is no file")
     try:
-        return yaml.load(file.read_bytes(), _Loader)  # noqa: S506  # of a SafeLoader
+        return yaml.load(file.read_bytes(), _NoAliasLoader)  # noqa: S506  # of a SafeLoader
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 

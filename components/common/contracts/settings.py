@@ -168,7 +168,7 @@ def show_value(value: Any) -> str:
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # no text, or no date; deeper than Python goes
 
 
-class _Loader(yaml.SafeLoader):
+class _UniqueKeyLoader(yaml.SafeLoader):
     """Refuses a mapping with a key twice, of which YAML's own reader keeps the last value."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -185,7 +185,7 @@ def parse_value(text: str) -> Any:
     """A value typed on a command line. Lists and mappings are YAML; the config's types convert everything else."""
     if text[:1] in "[{":
         try:
-            return yaml.load(text, _Loader)  # noqa: S506  # of a SafeLoader
+            return yaml.load(text, _UniqueKeyLoader)  # noqa: S506  # of a SafeLoader
         except _NOT_YAML as error:
             reason = " ".join(str(error).split())
             raise UserError(
@@ -203,7 +203,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
         UserError: no such file, not YAML, or not a mapping.
     """
     try:
-        value = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506  # of a SafeLoader
+        value = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)  # noqa: S506  # of a SafeLoader
     except OSError as error:
         raise UserError(
             f"can't read the config file {path}: {error.strerror}; name a YAML file with lines of KEY: VALUE",

@@ -55,7 +55,7 @@ _MAX_BYTES = 1 << 20
 _MAX_BINS = 64
 
 
-class Histogram(Record):
+class StatisticHistogram(Record):
     """One statistic over validation."""
 
     name: StatisticName
@@ -98,7 +98,7 @@ class Baseline(Record):
     schema_version: Literal[1] = 1
     precision: Precision
     num_images: int = Field(ge=1, le=MAX_IMAGES)
-    statistics: tuple[Histogram, ...] = Field(min_length=1, max_length=len(STATISTICS))
+    statistics: tuple[StatisticHistogram, ...] = Field(min_length=1, max_length=len(STATISTICS))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -162,7 +162,9 @@ def make_baseline(precision: Precision, values: Mapping[StatisticName, np.ndarra
         else:
             starts = _starts(distinct, counts, max(len(grid) / kind.num_bins, _MIN_PER_BIN))
             inner = [*starts, distinct[-1] + 1] if kind.open_ended else starts[1:]
-        empty = Histogram(name=name, edges=tuple(edge / kind.grid for edge in inner), counts=(0,) * (len(inner) + 1))
+        empty = StatisticHistogram(
+            name=name, edges=tuple(edge / kind.grid for edge in inner), counts=(0,) * (len(inner) + 1)
+        )
         histograms.append(empty.model_copy(update={"counts": tuple(empty.count(each).tolist())}))
     return Baseline(precision=precision, num_images=len(each), statistics=tuple(histograms))
 

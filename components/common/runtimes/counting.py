@@ -132,7 +132,7 @@ def count_model(architecture: str, image_size: int, num_classes: int = 0) -> Cou
 
 
 @dataclass(frozen=True)
-class _Step:
+class _Operation:
     """An operation as its tensors' lives see it; tensors are numbers."""
 
     reads: tuple[int, ...]
@@ -142,7 +142,7 @@ class _Step:
     in_place: bool
 
 
-def _most_alive(steps: Sequence[_Step]) -> int:
+def _most_alive(steps: Sequence[_Operation]) -> int:
     """Largest sum of numbers of tensors that are written and not yet read for the last time."""
     last = {tensor: index for index, step in enumerate(steps) for tensor in (*step.reads, *step.writes)}
     alive: dict[int, int] = {}
@@ -268,7 +268,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.layers: list[Layer] = []
         self.parameters: set[int] = set()
         self.variables: set[int] = set()  # storages that depend on the images; engines compute others when built
-        self.steps: list[_Step] = []
+        self.steps: list[_Operation] = []
         self._next = itertools.count()
         self._numbers: dict[int, int] = {}  # of storages that were written; one may be freed and its place used again
 
@@ -307,7 +307,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for each in fresh:
             self._numbers[_storage(each)] = next(self._next)
         writes = tuple(self._numbers[_storage(each)] for each in fresh[:1])
-        self.steps.append(_Step(reads, writes, written if fresh else 0, _is_in_place(operator)))
+        self.steps.append(_Operation(reads, writes, written if fresh else 0, _is_in_place(operator)))
         return result
 
 
@@ -387,7 +387,7 @@ def _count_graph(graph: onnx.GraphProto, batch_size: int, path: Path) -> Count:
         writes = [name for name in node.output if name]
         numbers |= {name: len(numbers) + index for index, name in enumerate(writes)}
         written = layers[-1].output_values
-        steps.append(_Step(reads, tuple(numbers[name] for name in writes), written, _is_in_place(operator)))
+        steps.append(_Operation(reads, tuple(numbers[name] for name in writes), written, _is_in_place(operator)))
     return Count(
         layers=tuple(layers),
         num_parameters=sum(prod(tensor.dims) for tensor in graph.initializer),

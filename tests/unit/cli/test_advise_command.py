@@ -18,7 +18,7 @@ from components.common.runtimes.architectures import build_model
 from components.common.runtimes.counting import count_model, count_onnx
 from enginery.advise import answers
 from enginery.advise.answers import PRICES, read_prices
-from enginery.advise.roofline import Prediction, Work, devices, load_coefficients, predict
+from enginery.advise.roofline import SpeedPrediction, Work, devices, load_coefficients, predict
 from enginery.cli.advise import advise
 from tests.unit.networks import onnx_model
 from tests.unit.refusals import refuses
@@ -68,7 +68,7 @@ def test_the_tail_of_the_queue_is_that_of_a_simulation() -> None:
 
     The closer a load is to the engine's speed the later it answers, and at nine tenths the latest.
     """
-    prediction = Prediction(images_per_s=1000.0, batch_s=0.001, busy_share=1.0, limit="arithmetic")
+    prediction = SpeedPrediction(images_per_s=1000.0, batch_s=0.001, busy_share=1.0, limit="arithmetic")
     engine = answers._Engine(precision="fp16", batch=1, streams=1, prediction=prediction, log_error=0.0)
     done, times, arrivals = 0.0, [], np.cumsum(np.random.default_rng(0).exponential(1 / 800, 200_000))
     for arrival in arrivals:

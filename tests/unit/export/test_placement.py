@@ -292,7 +292,7 @@ def test_tensors_that_can_not_be_negative(node, expected):
     nodes = [helper.make_node("Relu", ["x"], ["relu"]), helper.make_node(*node, ["y"], **attributes)]
     limits = {"zero": np.float32(0), "below": np.float32(-1)}
     model = graph_model(nodes, {"w": conv_weights(), **{name: np.asarray(low) for name, low in limits.items()}}, "y")
-    assert placement.Graph(model.graph).is_nonnegative("y") == expected
+    assert placement.GraphIndex(model.graph).is_nonnegative("y") == expected
 
 
 def test_batch_normalization_does_not_hide_the_main_branch():

@@ -27,7 +27,7 @@ from components.export import calibration, quantization
 from components.export.calibration import split_samples
 from components.export.config import CACHE_VARIABLE, ExportConfig
 from components.export.onnx_export import export_onnx
-from components.export.placement import Graph, activation_tensors
+from components.export.placement import GraphIndex, activation_tensors
 from components.export.qdq import Arithmetic, insert_qdq
 from components.export.run import run
 from components.export.selection import Candidates, Selection
@@ -216,7 +216,7 @@ def test_attention_scores_are_in_int8_where_that_is_faster(export, tmp_path, mon
     assert {trial.scores for trial in bundle.manifest.calibration.cpu_trials} == {"float", "int8"}
     chosen = fit_model(bundle.manifest.cpu_models)
     assert chosen.scores == faster
-    products = Graph(onnx.load(bundle.file("fp32.onnx")).graph).score_products()
+    products = GraphIndex(onnx.load(bundle.file("fp32.onnx")).graph).score_products()
     own, others = (dequantized_reads(onnx.load(bundle.file(file)), "MatMul") for file in (chosen.file, "int8.onnx"))
     assert sum(own[name] != others[name] for name in own) == (len(products) if faster == "int8" else 0)
     assert len(products) == 2

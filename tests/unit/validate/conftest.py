@@ -37,7 +37,16 @@ from components.common.tasks.translation.predictions import TextPredictions
 from components.common.tasks.translation.scores import signatures
 from components.validate import report as gathering
 from components.validate.report import class_changes, class_losses
-from components.validate.schema import Calibration, Code, Data, Disagreement, Model, Provenance, Report, SplitSummary
+from components.validate.schema import (
+    Calibration,
+    Code,
+    Data,
+    Disagreement,
+    MeasuredModel,
+    Provenance,
+    Report,
+    SplitSummary,
+)
 from components.validate.speed import speedup
 from tests.unit import measurements
 from tests.unit.measurements import engine_entry, updated
@@ -270,7 +279,7 @@ def make_report(num_classes: int, *, num_epochs: int = 3) -> Report:
     steps = ("preprocess", "train", "export", "validate")
     return Report(
         created="2026-01-02T03:04:05Z",
-        model=Model(
+        model=MeasuredModel(
             architecture="timm/some_net",
             classes=classes,
             transform=TransformSpec(resize_size=257, crop_size=223, interpolation="bicubic"),

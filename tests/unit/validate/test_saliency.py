@@ -15,7 +15,7 @@ from components.export.placement import activation_tensors, quantizable_layers, 
 from components.export.qdq import insert_qdq
 from components.validate.charts import short_names
 from components.validate.saliency import (
-    Layer,
+    FeatureLayer,
     _quantized_straight_through,
     _run_with_gradient,
     chosen_layers,
@@ -88,7 +88,7 @@ def image(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(SHAPES.input_shape(1), dtype=np.float32)
 
 
-def layer_called(graph: TorchGraph, name: str) -> Layer:
+def layer_called(graph: TorchGraph, name: str) -> FeatureLayer:
     (found,) = chosen_layers(feature_layers(graph, SHAPES), [name])
     return found
 
@@ -248,7 +248,7 @@ def test_layers_are_called_by_short_name_module_or_node(model):
     layers = feature_layers(TorchGraph(model), SHAPES)
     down = next(layer for layer in layers if layer.name == "down Conv")
     assert chosen_layers(layers, ["down Conv", down.id, "down"]) == [down]
-    ambiguous = [Layer(name=f"a {op}", id=op, op_type=op, height=2, width=2) for op in ("Add", "Relu")]
+    ambiguous = [FeatureLayer(name=f"a {op}", id=op, op_type=op, height=2, width=2) for op in ("Add", "Relu")]
     for among, asked, code, said in (
         (layers, "dwn Conv", "no-layer", "the nearest are 'down Conv'"),
         (layers, "last.rellu", "no-layer", "the nearest are 'last.relu Relu'"),

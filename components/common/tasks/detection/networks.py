@@ -119,7 +119,7 @@ class FcosSmall(nn.Module):
         return _assembled(anchors, distances.clamp(max=_MAX_EXPONENT).exp() / 2, logits)
 
 
-class _Torchvision(nn.Module):
+class _TorchvisionDetector(nn.Module):
     """The backbone and heads of a detector of torchvision, under its names, for its weights."""
 
     def __init__(self, network: Any, anchors: Anchors) -> None:
@@ -127,7 +127,7 @@ class _Torchvision(nn.Module):
         self.backbone, self.head, self.anchors = network.backbone, network.head, anchors
 
 
-class _AnchorBased(_Torchvision):
+class _AnchorBased(_TorchvisionDetector):
     """RetinaNet and SSDlite: offsets of the centre, and logarithms of the sides, over those of an anchor."""
 
     def __init__(self, network: Any, anchors: Anchors) -> None:
@@ -145,7 +145,7 @@ class _AnchorBased(_Torchvision):
         return _assembled(self.anchors(images, features), distances, logits)
 
 
-class _AnchorFree(_Torchvision):
+class _AnchorFree(_TorchvisionDetector):
     """FCOS: distances to the edges, in strides."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ class FpnSmall(nn.Module):
         return nn.functional.interpolate(logits, scale_factor=4.0, mode="bilinear")
 
 
-class _Torchvision(nn.Module):
+class _TorchvisionSegmenter(nn.Module):
     """The backbone and the classifier of a network of torchvision, under its names, for its weights."""
 
     def __init__(self, name: str, num_classes: int) -> None:
@@ -46,7 +46,7 @@ class _Torchvision(nn.Module):
 
 
 def _of_torchvision(name: str) -> Callable[[int], nn.Module]:
-    return lambda num_classes: _Torchvision(name, num_classes)
+    return lambda num_classes: _TorchvisionSegmenter(name, num_classes)
 
 
 ARCHITECTURES: dict[str, Callable[[int], nn.Module]] = {
