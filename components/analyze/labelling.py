@@ -319,19 +319,18 @@ class _FrameWriter:
         result.count(shown, frame.time_s)
         if self.config.annotate:
             picture = answers.drawn(Image.fromarray(frame.array()), answer)
-            self._video(state.index).write(picture, frame.time_s, answers.caption(answer) if answers.shows_one else "")
+            if state.index not in self._videos:
+                number, source = self._sources[state.index]
+                # The file of an annotated stream, such as "0003_entrance.mp4"
+                plain = re.sub(r"[^A-Za-z0-9_-]+", "_", Path(source.name).stem).strip("_")[:60]
+                self.results[state.index].video = f"{number:04}_{plain or 'stream'}.mp4"
+                self._videos[state.index] = AnnotatedVideo(self._output / self.results[state.index].video)
+            self._videos[state.index].write(picture, frame.time_s, answers.caption(answer) if answers.shows_one else "")
 
     def _event(self, state: StreamState, event: dict[str, Any]) -> None:
         with self._lock:
             self.results[state.index].keep_event(event)
         self._sink.write("events", _as_json({"stream": state.source.name, **event}) + "\n")
-
-    def _video(self, index: int) -> AnnotatedVideo:
-        if index not in self._videos:
-            number, source = self._sources[index]
-            self.results[index].video = annotated_name(number, source.name)
-            self._videos[index] = AnnotatedVideo(self._output / self.results[index].video)
-        return self._videos[index]
 
     def records(self, states: Sequence[StreamState]) -> tuple[StreamRecord, ...]:
         """Return a record of each stream."""
@@ -365,9 +364,3 @@ def _clock(state: StreamState, frame: VideoFrame | None) -> dict[str, str]:
         return {}
     age_s = 0.0 if frame is None else time.monotonic() - frame.received_s
     return {"at": datetime.fromtimestamp(time.time() - age_s, UTC).isoformat(timespec="milliseconds")}
-
-
-def annotated_name(index: int, name: str) -> str:
-    """The file of an annotated stream, such as "0003_entrance.mp4"."""
-    plain = re.sub(r"[^A-Za-z0-9_-]+", "_", Path(name).stem).strip("_")[:60]
-    return f"{index:04}_{plain or 'stream'}.mp4"

@@ -126,7 +126,22 @@ def find_videos(sources: tuple[str, ...]) -> list[VideoSource]:
                 )
             found.append(VideoSource(name=shown(source), address=source, scheme=scheme))
         elif path.is_dir():
-            found += _in_folder(path)
+            files = sorted(
+                file
+                for file in path.rglob("*")
+                if file.suffix.lower() in VIDEO_EXTENSIONS and file.is_file() and not file.name.startswith(".")
+            )
+            if not files or len(files) > _MAX_FOUND:
+                many = f"{len(files):,} videos, more than {_MAX_FOUND:,}" if files else "no video"
+                raise UserError(
+                    f"the folder {path} holds {many}; videos are files that end in {', '.join(VIDEO_EXTENSIONS)}",
+                    code="no-video",
+                    setting="sources",
+                )
+            found += [
+                VideoSource(name=shown(file.relative_to(path).as_posix()), address=str(file.absolute()))
+                for file in files
+            ]
         elif path.exists():  # a named pipe, too
             found.append(VideoSource(name=shown(path.name), address=str(path.absolute())))
         else:
@@ -138,24 +153,6 @@ def find_videos(sources: tuple[str, ...]) -> list[VideoSource]:
     found = list({video.address: video for video in found}.values())
     names = Counter(video.name for video in found)
     return [replace(video, name=shown(video.address)) if names[video.name] > 1 else video for video in found]
-
-
-def _in_folder(folder: Path) -> list[VideoSource]:
-    files = sorted(
-        file
-        for file in folder.rglob("*")
-        if file.suffix.lower() in VIDEO_EXTENSIONS and file.is_file() and not file.name.startswith(".")
-    )
-    if not files or len(files) > _MAX_FOUND:
-        many = f"{len(files):,} videos, more than {_MAX_FOUND:,}" if files else "no video"
-        raise UserError(
-            f"the folder {folder} holds {many}; videos are files that end in {', '.join(VIDEO_EXTENSIONS)}",
-            code="no-video",
-            setting="sources",
-        )
-    return [
-        VideoSource(name=shown(file.relative_to(folder).as_posix()), address=str(file.absolute())) for file in files
-    ]
 
 
 class OpenVideo:

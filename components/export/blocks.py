@@ -83,7 +83,9 @@ def find_blocks(model: onnx.ModelProto) -> list[Block]:
                 tensor=tensor,
             )
         )
-        tensor = _last_output(piece, graph)
+        inside = {name for node in piece for name in node.input}
+        outputs = [name for node in piece for name in node.output if name not in inside and graph.num_reads.get(name)]
+        tensor = outputs[-1] if outputs else str(piece[-1].output[0])
     return _with_unique_names(blocks)
 
 
@@ -152,12 +154,6 @@ def _gates(piece: Sequence[NodeProto], graph: GraphIndex) -> list[str]:
         elif node.op_type == "Mul" and any(name in pooled for name in inputs):
             multiplies = True
     return gates if multiplies else []
-
-
-def _last_output(piece: Sequence[NodeProto], graph: GraphIndex) -> str:
-    inside = {name for node in piece for name in node.input}
-    outputs = [name for node in piece for name in node.output if name not in inside and graph.num_reads.get(name)]
-    return outputs[-1] if outputs else str(piece[-1].output[0])
 
 
 def _common_name(names: Sequence[str]) -> str:

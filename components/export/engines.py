@@ -239,7 +239,12 @@ def _try_to_build(trt: ModuleType, order: _Order, model: bytes) -> tuple[Any, tu
     config = builder.create_builder_config()
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, order.workspace_bytes)
     config.builder_optimization_level = order.optimization_level
-    _configure(trt, config)
+    # Names and formats of all layers stay readable: the report says from them which layers run in INT8.
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    _leave_out_external_kernels(trt, config)
+    if hasattr(trt.PreviewFeature, "PROFILE_SHARING_0806"):
+        # Else a second execution context on the same profile fails to enqueue on 8.6.
+        config.set_preview_feature(trt.PreviewFeature.PROFILE_SHARING_0806, True)
     flags = _set_precision(trt, config, order.precision, order.options) + _set_options(trt, config, order.options)
     for sizes in order.tensors.profiles:
         profile = builder.create_optimization_profile()
@@ -315,15 +320,6 @@ def _check_tensors(network: Any, onnx_path: Path, tensors: Tensors) -> None:
             f"{[*tensors.outputs]}: export it with these names, or name the model's own in its shapes",
             code="wrong-tensors",
         )
-
-
-def _configure(trt: ModuleType, config: Any) -> None:
-    # Names and formats of all layers stay readable: the report says from them which layers run in INT8.
-    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    _leave_out_external_kernels(trt, config)
-    if hasattr(trt.PreviewFeature, "PROFILE_SHARING_0806"):
-        # Else a second execution context on the same profile fails to enqueue on 8.6.
-        config.set_preview_feature(trt.PreviewFeature.PROFILE_SHARING_0806, True)
 
 
 def _set_precision(trt: ModuleType, config: Any, precision: str, options: Collection[EngineOption]) -> tuple[str, ...]:

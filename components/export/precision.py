@@ -42,7 +42,11 @@ def to_fp16(model: onnx.ModelProto, fp16: Collection[str] = ()) -> onnx.ModelPro
             )
     kept = [value.name for value in (*model.graph.input, *model.graph.output) if value.name not in fp16]
     converted = float16.convert_float_to_float16(deepcopy(model), keep_io_types=kept)
-    _sort_topologically(converted.graph)
+    # Puts producers before consumers: the converter appends its Casts at the end, which ONNX forbids
+    nodes = list(converted.graph.node)
+    producer = {name: index for index, node in enumerate(nodes) for name in node.output}
+    needs = {index: [producer[name] for name in node.input if name in producer] for index, node in enumerate(nodes)}
+    replace_nodes(converted.graph, [nodes[index] for index in TopologicalSorter(needs).static_order()])
     _check(converted, "FP16")
     return converted
 
@@ -62,14 +66,6 @@ def raise_opset(model: onnx.ModelProto, opset: int = FP16_QDQ_OPSET) -> onnx.Mod
     raised.ir_version = max(model.ir_version, onnx.helper.find_min_ir_version_for(raised.opset_import))
     _check(raised, f"opset {opset}")
     return raised
-
-
-def _sort_topologically(graph: onnx.GraphProto) -> None:
-    """Puts producers before consumers: the converter appends its Casts at the end, which ONNX forbids."""
-    nodes = list(graph.node)
-    producer = {name: index for index, node in enumerate(nodes) for name in node.output}
-    needs = {index: [producer[name] for name in node.input if name in producer] for index, node in enumerate(nodes)}
-    replace_nodes(graph, [nodes[index] for index in TopologicalSorter(needs).static_order()])
 
 
 def _check(model: onnx.ModelProto, what: str) -> None:

@@ -71,7 +71,19 @@ def write_fp32_onnx(
     check_task(f"the dataset {dataset.path}", dataset.manifest.task, task, fix)
     if model.suffix.lower() == ".onnx":
         return _from_onnx(model, dataset, config, destination)
-    return _from_weights(model, dataset, config, destination)
+    classes = dataset.manifest.classes
+    module = _module(read_weights(model), model, config.architecture, len(classes), config.image_size)
+    transform = _own_transform(config, config.image_size)
+    shapes = _shapes(transform, config)
+    export_onnx(module, destination, shapes)
+    return SourceModel(
+        architecture=config.architecture,
+        classes=classes,
+        transform=transform,
+        shapes=shapes,
+        input_digest=digest_file(model),
+        module=module,
+    )
 
 
 def check_file(model: Path, architecture: str) -> None:
@@ -164,24 +176,6 @@ def _from_checkpoint(
         input_digest=checkpoint.digest,
         module=module,
         training=TrainingRecord.model_validate({name: getattr(record, name) for name in TrainingRecord.model_fields}),
-    )
-
-
-def _from_weights(
-    path: Path, dataset: Artifact[DatasetManifest], config: ExportConfig, destination: Path
-) -> SourceModel:
-    classes = dataset.manifest.classes
-    module = _module(read_weights(path), path, config.architecture, len(classes), config.image_size)
-    transform = _own_transform(config, config.image_size)
-    shapes = _shapes(transform, config)
-    export_onnx(module, destination, shapes)
-    return SourceModel(
-        architecture=config.architecture,
-        classes=classes,
-        transform=transform,
-        shapes=shapes,
-        input_digest=digest_file(path),
-        module=module,
     )
 
 

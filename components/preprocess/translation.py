@@ -217,7 +217,7 @@ def _read(config: PreprocessConfig, log: StepLog, folder: Path, rejections: _Rej
                 kept.write(f"{place}\t{source}\t{target}\n")
                 corpus.splits.append(_SPLITS.index(file.split))
                 for hashes, scripts, text in zip(corpus.hashes, corpus.scripts, (source, target), strict=True):
-                    hashes.append(_hash(text))
+                    hashes.append(int(digest_bytes(visible(text).encode()).removeprefix("sha256:")[:16], 16))
                     scripts.append(corpus.script_names.setdefault(_script(text), len(corpus.script_names)))
     if not corpus.splits:
         reasons = f" ({rejections.counts()}; such as {rejections.first})" if rejections.kinds else ""
@@ -265,10 +265,6 @@ def _checked(pair: Pair, config: PreprocessConfig) -> tuple[str, str, str]:
     elif longer >= _MIN_JUDGED and longer > config.max_length_ratio * shorter:
         problem = "length-ratio"
     return source, target, problem
-
-
-def _hash(text: str) -> int:
-    return int(digest_bytes(visible(text).encode()).removeprefix("sha256:")[:16], 16)
 
 
 def _script(text: str) -> str:

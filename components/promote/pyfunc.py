@@ -107,26 +107,22 @@ def _encoded(item: Any, name: str) -> bytes:
         except ValueError:
             raise UserError(f"{name} is a list whose rows differ in length; {TAKEN}", code="ragged-list") from None
     if isinstance(item, np.ndarray):
-        return _from_pixels(item, name)
+        # pixels: [height, width, 3] of 0..255 in RGB
+        if item.ndim != 3 or item.shape[2] != 3 or 0 in item.shape:
+            raise UserError(
+                f"{name} is an array of shape {item.shape}; pixels are [height, width, 3] in RGB", code="pixel-shape"
+            )
+        if item.dtype.kind not in "iu":
+            message = f"{name} is an array of {item.dtype}; pixels are uint8, 0 to 255, neither scaled nor normalized"
+            raise UserError(message, code="pixel-type")
+        if item.min() < 0 or item.max() > 255:
+            raise UserError(
+                f"{name} has pixels from {item.min()} to {item.max()}; they go from 0 to 255", code="pixel-range"
+            )
+        buffer = io.BytesIO()
+        Image.fromarray(item.astype(np.uint8)).save(buffer, "PNG", compress_level=0)
+        return buffer.getvalue()
     raise UserError(f"{name} is a {type(item).__name__}; {TAKEN}", code="not-an-image")
-
-
-def _from_pixels(pixels: np.ndarray, name: str) -> bytes:
-    """pixels: [height, width, 3] of 0..255 in RGB."""
-    if pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
-        raise UserError(
-            f"{name} is an array of shape {pixels.shape}; pixels are [height, width, 3] in RGB", code="pixel-shape"
-        )
-    if pixels.dtype.kind not in "iu":
-        message = f"{name} is an array of {pixels.dtype}; pixels are uint8, 0 to 255, neither scaled nor normalized"
-        raise UserError(message, code="pixel-type")
-    if pixels.min() < 0 or pixels.max() > 255:
-        raise UserError(
-            f"{name} has pixels from {pixels.min()} to {pixels.max()}; they go from 0 to 255", code="pixel-range"
-        )
-    buffer = io.BytesIO()
-    Image.fromarray(pixels.astype(np.uint8)).save(buffer, "PNG", compress_level=0)
-    return buffer.getvalue()
 
 
 _MOST_DECODED = 32  # images in memory at once, as in validation on a CPU

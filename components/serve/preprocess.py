@@ -38,7 +38,9 @@ class TritonPythonModel:
         self._sends_sizes = not TASKS[manifest.task].classifies
         self._counts = baseline_file(manifest.precision) in manifest.files
         self._images = ImageBatches(manifest.image_transform, min(_MOST_DECODED, manifest.image_shapes.max_batch))
-        self._images.load_each([_white()], ["warm-up"])
+        buffer = io.BytesIO()
+        Image.new("RGB", (64, 64), "white").save(buffer, "JPEG")
+        self._images.load_each([buffer.getvalue()], ["warm-up"])
         name = args["model_name"]
         network = name.removesuffix("_preprocess") + "_model"
         self._pending = PendingRequests([name, network], args["model_config"])
@@ -77,9 +79,3 @@ class TritonPythonModel:
 def _encoded(tensor: np.ndarray) -> list[bytes]:
     """tensor: [B, 1] of bytes."""
     return [value if isinstance(value, bytes) else str(value).encode() for value in tensor.reshape(-1)]
-
-
-def _white() -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (64, 64), "white").save(buffer, "JPEG")
-    return buffer.getvalue()

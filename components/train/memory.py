@@ -40,7 +40,18 @@ def explain_out_of_memory(config: TrainConfig, plan: BatchPlan, world: World, nu
         torch.cuda.empty_cache()
     failed = plan.per_gpu_batch_size
     own = failed * plan.num_accumulated
-    fits = _largest_that_fits([size for size in range(1, failed) if own % size == 0], config, world, num_classes)
+    # Halve the list, which is in order: what fits leaves room for all that are smaller
+    sizes = [size for size in range(1, failed) if own % size == 0]
+    # Each trial would measure the algorithms of every convolution again, and speed is not what is asked for.
+    torch.backends.cudnn.benchmark = False
+    fits, low, high = None, 0, len(sizes) - 1
+    ends = time.monotonic() + _LIMIT_S
+    while low <= high and (fits is None or time.monotonic() < ends):
+        middle = (low + high) // 2
+        if _fits(sizes[middle], config, world, num_classes):
+            fits, low = sizes[middle], middle + 1
+        else:
+            high = middle - 1
     side = max((config.image_size, *config.image_sizes))
     start = f"{_memory_of(world)} does not hold a batch of {failed} images of {side} px (train.per_gpu_batch_size)"
     if fits is None:
@@ -82,21 +93,6 @@ def _memory_of(world: World) -> str:
         return "the memory"
     total = torch.cuda.get_device_properties(world.device).total_memory
     return f"the memory of {torch.cuda.get_device_name(world.device)}, {total / 1e9:.0f} GB,"
-
-
-def _largest_that_fits(sizes: list[int], config: TrainConfig, world: World, num_classes: int) -> int | None:
-    """Halve the list, which is in order: what fits leaves room for all that are smaller."""
-    # Each trial would measure the algorithms of every convolution again, and speed is not what is asked for.
-    torch.backends.cudnn.benchmark = False
-    best, low, high = None, 0, len(sizes) - 1
-    ends = time.monotonic() + _LIMIT_S
-    while low <= high and (best is None or time.monotonic() < ends):
-        middle = (low + high) // 2
-        if _fits(sizes[middle], config, world, num_classes):
-            best, low = sizes[middle], middle + 1
-        else:
-            high = middle - 1
-    return best
 
 
 def _fits(batch_size: int, config: TrainConfig, world: World, num_classes: int) -> bool:

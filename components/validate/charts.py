@@ -277,7 +277,9 @@ def trials_chart(selection: SelectionEntry, chosen: Trial | None, score_name: st
     low, high = min(nearest.low_points, 0.0), max(nearest.high_points, 0.0)
     reach = low - 2 * (high - low)
     near = [trial for trial in trials if trial.delta_points >= reach]
-    budget = _budget_points(selection)
+    # The largest drop that both limits allow
+    relative = (1 - selection.min_relative_score_pct / 100) * selection.fp32_score_pct
+    budget = min(selection.max_drop_points, relative)
     low = min(low, *(trial.low_points for trial in near), *([-budget] if -budget >= reach else []))
     high = max(high, *(trial.high_points for trial in near))
     margin = 0.06 * (high - low)
@@ -405,12 +407,6 @@ def _curve(axes: Axes, values: Sequence[float | None], series: str, label: str, 
             axes.annotate(form.format(values[0]), (1, values[0]), textcoords="offset points", **place)  # type: ignore[arg-type]
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-
-
-def _budget_points(selection: SelectionEntry) -> float:
-    """The largest drop that both limits allow."""
-    relative = (1 - selection.min_relative_score_pct / 100) * selection.fp32_score_pct
-    return min(selection.max_drop_points, relative)
 
 
 def _draw_trial(axes: Axes, row: int, trial: Trial, *, is_chosen: bool, is_near: bool) -> None:

@@ -285,7 +285,11 @@ def _draw_explanation(
     rows = block.subgridspec(3, 1, height_ratios=[top, 1 - top - bottom, bottom], hspace=0)
     grid = rows[1].subgridspec(2, len(widths), width_ratios=widths, wspace=0.16, hspace=0.07)
     image = figure.add_subplot(grid[:, 0])
-    _draw_image(image, explanation.pixels)
+    smooth = max(explanation.pixels.shape[:2]) > _SMALL_SIDE
+    image.imshow(explanation.pixels, interpolation="antialiased" if smooth else "nearest")
+    height, width = explanation.pixels.shape[:2]
+    image.set_xlabel(f"as the model sees it, {width} x {height} px", color=_MUTED, fontsize=8)
+    _without_ticks(image)
     image.set_title(_wrapped(explanation.file.name, 44), loc="left", fontweight="bold")
     bars = rows[1].subgridspec(1, len(widths), width_ratios=widths, wspace=0.16)[0, 1]
     _draw_bars(figure, bars, explanation, classes, widths[1] - _BARS_INCHES)
@@ -295,14 +299,6 @@ def _draw_explanation(
         if column == 2:
             for place, precision in zip(axes, ("fp32", "int8"), strict=True):
                 place.set_ylabel(precision.upper(), color=_COLORS[precision], fontweight="bold", labelpad=3)
-
-
-def _draw_image(axes: Axes, pixels: np.ndarray) -> None:
-    smooth = max(pixels.shape[:2]) > _SMALL_SIDE
-    axes.imshow(pixels, interpolation="antialiased" if smooth else "nearest")
-    height, width = pixels.shape[:2]
-    axes.set_xlabel(f"as the model sees it, {width} x {height} px", color=_MUTED, fontsize=8)
-    _without_ticks(axes)
 
 
 def _draw_bars(

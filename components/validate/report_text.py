@@ -103,7 +103,18 @@ def _after_a_drop(report: Report, check: GateCheck) -> list[str]:
     allowed = min(drops_allowed(thresholds, fp32_pct))
     needed = deciding_images(thresholds, report.accuracy, own)
     if -compared.delta_points > allowed or needed is None:
-        return _against_a_loss(report, own)
+        # Remedies for a precision that loses too much, by where and how it does
+        steps = []
+        num_regressed = own.comparison.num_regressed if own.comparison else 0
+        few = own.worse_classes[:_FEW_CLASSES]
+        if few and 2 * sum(entry.num_regressed for entry in few) >= num_regressed:
+            steps.append(_look_at(few))
+        if own.precision == "int8":
+            steps.append(_about_calibration(report))
+        fp16 = next((row for row in report.accuracy.rows if row.precision == "fp16"), None)
+        if own.precision == "int8" and fp16 is not None and fp16.delta_points is not None:
+            steps.append(f"Or ship FP16 (gate.precision=fp16): {signed(fp16.delta_points)} points against FP32.")
+        return steps
     return [
         f"Validate on about {needed:,} {unit} instead of {compared.num_images:,} "
         f"(preprocess.val_fraction, or a larger validation set): they decide, if the share of {unit} that differ "
@@ -149,21 +160,6 @@ def _after_a_long_latency(report: Report, check: GateCheck) -> list[str]:
     return [
         "Serve smaller batches (gate.p99_batch_size): validate.latency_budget names the fastest way within a limit."
     ]
-
-
-def _against_a_loss(report: Report, own: AccuracyRow) -> list[str]:
-    """Remedies for a precision that loses too much, by where and how it does."""
-    steps = []
-    num_regressed = own.comparison.num_regressed if own.comparison else 0
-    few = own.worse_classes[:_FEW_CLASSES]
-    if few and 2 * sum(entry.num_regressed for entry in few) >= num_regressed:
-        steps.append(_look_at(few))
-    if own.precision == "int8":
-        steps.append(_about_calibration(report))
-    fp16 = next((row for row in report.accuracy.rows if row.precision == "fp16"), None)
-    if own.precision == "int8" and fp16 is not None and fp16.delta_points is not None:
-        steps.append(f"Or ship FP16 (gate.precision=fp16): {signed(fp16.delta_points)} points against FP32.")
-    return steps
 
 
 def _after_a_corrupted_drop(_: Report, check: GateCheck) -> list[str]:

@@ -169,16 +169,12 @@ def layer_maps(
         _, kept = graph.run(pixels, keep=tensors)
         return [kept[name][0].float().abs().mean(0).numpy() for name in tensors]
     values = _run_with_gradient(graph, pixels)
-    score = values[_logits_name(graph)][0, class_index]
+    last = next(node for node in graph.nodes if graph.output_name in node.outputs)
+    score = values[last.inputs[0] if last.op_type == "Softmax" else graph.output_name][0, class_index]
     features = [values[name] for name in tensors]
     # A feature that the score does not depend on has no gradient: its map is empty.
     gradients = torch.autograd.grad(score, features, allow_unused=True, materialize_grads=True)
     return [_grad_cam(*pair) for pair in zip(features, gradients, strict=True)]
-
-
-def _logits_name(graph: TorchGraph) -> str:
-    last = next(node for node in graph.nodes if graph.output_name in node.outputs)
-    return last.inputs[0] if last.op_type == "Softmax" else graph.output_name
 
 
 def _grad_cam(features: Tensor, gradient: Tensor) -> np.ndarray:

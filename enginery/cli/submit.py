@@ -35,19 +35,15 @@ def submit(ctx: click.Context, file: Path) -> None:
     from the environment variable KFP_TOKEN, a login page's cookie from KFP_COOKIE.
     """
     if str(file) == "--settings-help":
-        _show_settings()
+        formatter = click.HelpFormatter(width=100)
+        with formatter.section("Keys of the settings file (an example: pipelines/configs/cluster.yaml)"):
+            formatter.write_dl(
+                [(key, f"{text}  [default: {default}]" if default else text) for key, default, text in settings_rows()],
+                col_max=34,
+            )
+        click.echo(formatter.getvalue().rstrip())
         return
     command_for(file).main(args=ctx.args, prog_name=f"enginery submit {file}", standalone_mode=True)
-
-
-def _show_settings() -> None:
-    formatter = click.HelpFormatter(width=100)
-    with formatter.section("Keys of the settings file (an example: pipelines/configs/cluster.yaml)"):
-        formatter.write_dl(
-            [(key, f"{text}  [default: {default}]" if default else text) for key, default, text in settings_rows()],
-            col_max=34,
-        )
-    click.echo(formatter.getvalue().rstrip())
 
 
 @dataclass(frozen=True, kw_only=True)

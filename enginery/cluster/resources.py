@@ -45,7 +45,15 @@ def apply_resources(task: dsl.PipelineTask, step: str) -> dsl.PipelineTask:
     placed = settings.of(step)
     task.set_caching_options(placed.caching)
     if _settings.get() is not None:
-        _apply_image(task, step, settings)
+        if settings.image(step) != image_for(step):
+            task.set_container_image(settings.image(step))
+        if settings.image_pull_secrets:
+            kubernetes.set_image_pull_secrets(task, list(settings.image_pull_secrets))
+        if settings.run_as_non_root:  # KFP sets the rest of what `restricted` asks for
+            kubernetes.set_security_context(task, run_as_non_root=True)
+        # By these the steps of one run find each other in MLflow.
+        kubernetes.use_field_path_as_env(task, KFP_RUN_VARIABLE, "metadata.labels['pipeline/runid']")
+        task.set_env_variable(EXPERIMENT_VARIABLE, pipeline_context.Pipeline.get_default_pipeline().name)
     _apply_environment(task, placed)
     if isinstance(placed, TrainPlacement) and (volume := settings.train_job.volume) is not None:
         if volume not in placed.volumes:
@@ -79,18 +87,6 @@ def tolerations_of(placed: Placement) -> tuple[Toleration, ...]:
 def _toleration_fields(toleration: Toleration) -> dict[str, str]:
     """Return the fields that Kubernetes writes: those that are not empty."""
     return {name: value for name, value in toleration.model_dump().items() if value}
-
-
-def _apply_image(task: dsl.PipelineTask, step: str, settings: ClusterSettings) -> None:
-    if settings.image(step) != image_for(step):
-        task.set_container_image(settings.image(step))
-    if settings.image_pull_secrets:
-        kubernetes.set_image_pull_secrets(task, list(settings.image_pull_secrets))
-    if settings.run_as_non_root:  # KFP sets the rest of what `restricted` asks for
-        kubernetes.set_security_context(task, run_as_non_root=True)
-    # By these the steps of one run find each other in MLflow.
-    kubernetes.use_field_path_as_env(task, KFP_RUN_VARIABLE, "metadata.labels['pipeline/runid']")
-    task.set_env_variable(EXPERIMENT_VARIABLE, pipeline_context.Pipeline.get_default_pipeline().name)
 
 
 def _apply_environment(task: dsl.PipelineTask, placed: Placement) -> None:

@@ -272,7 +272,15 @@ class ClusterSettings(_Part):
                 raise ValueError(
                     f"{step}: its memory {placed.memory} must be more than its shm {placed.shm}, which counts as memory"
                 )
-            self._check_volumes(step, placed)
+            volumes = list(placed.volumes)
+            shared = self.train_job.volume if step == "train" else None
+            if shared is not None and shared not in volumes:
+                volumes.append(shared)
+            folders = [volume.mount_path.rstrip("/") for volume in volumes]
+            folders += ["/dev/shm"] if placed.shm else []
+            for folder, number in Counter(folders).items():
+                if number > 1:
+                    raise ValueError(f"{step}: {number} volumes have the mount_path {folder}; give each its own folder")
             self._check_variables(step, placed)
             gpu = gpu_of(placed)
             if gpu.product and placed.node_selector.get(PRODUCT_LABEL, gpu.product) != gpu.product:
@@ -285,17 +293,6 @@ class ClusterSettings(_Part):
                 "train.num_nodes above 1 needs train_job.volume: a claim that all nodes can write (ReadWriteMany)"
             )
         return self
-
-    def _check_volumes(self, step: str, placed: Placement) -> None:
-        volumes = list(placed.volumes)
-        shared = self.train_job.volume if step == "train" else None
-        if shared is not None and shared not in volumes:
-            volumes.append(shared)
-        folders = [volume.mount_path.rstrip("/") for volume in volumes]
-        folders += ["/dev/shm"] if placed.shm else []
-        for folder, number in Counter(folders).items():
-            if number > 1:
-                raise ValueError(f"{step}: {number} volumes have the mount_path {folder}; give each its own folder")
 
     @staticmethod
     def _check_variables(step: str, placed: Placement) -> None:

@@ -85,7 +85,14 @@ def texture_image(rng: np.random.Generator, class_index: int, size: int) -> Imag
     # 13 to 32 px at 224, the class's part; the nuisance moves it by a third of an octave on top
     wavelength = size / BASE_SIZE * 13.0 * 2 ** (1.3 * scale + 0.33 * rng.standard_normal())
     wavelength = max(wavelength, 3.0)
-    canvas = _canvas(rng, size, wavelength)
+    # Coordinates under a random rotation and shift, bent a little at the scale of a few wavelengths
+    angle = rng.uniform(0, 2 * math.pi)
+    shift_x, shift_y = rng.uniform(0, 64, 2).astype(np.float32)
+    rows, columns = _grid(size)
+    x = (columns * (math.cos(angle) / wavelength) + rows * (math.sin(angle) / wavelength)).astype(np.float32)
+    y = (rows * (math.cos(angle) / wavelength) - columns * (math.sin(angle) / wavelength)).astype(np.float32)
+    bend = rng.uniform(0.0, 0.12) * value_noise(rng, size, 5 * wavelength)
+    canvas = Canvas(x=x + (shift_x + bend), y=y + (shift_y - bend), angle=angle, wavelength=wavelength)
     structure = FAMILIES[class_index % len(FAMILIES)](rng, canvas, form, order)
 
     # pixels: [size, size, 3] float32, 0..255
@@ -105,17 +112,6 @@ def value_noise(rng: np.random.Generator, size: int, wavelength: float) -> Array
     if nodes == size:
         return noise
     return np.asarray(Image.fromarray(noise).resize((size, size), Image.Resampling.BICUBIC)) * np.float32(1.2)
-
-
-def _canvas(rng: np.random.Generator, size: int, wavelength: float) -> Canvas:
-    """Coordinates under a random rotation and shift, bent a little at the scale of a few wavelengths."""
-    angle = rng.uniform(0, 2 * math.pi)
-    shift_x, shift_y = rng.uniform(0, 64, 2).astype(np.float32)
-    rows, columns = _grid(size)
-    x = (columns * (math.cos(angle) / wavelength) + rows * (math.sin(angle) / wavelength)).astype(np.float32)
-    y = (rows * (math.cos(angle) / wavelength) - columns * (math.sin(angle) / wavelength)).astype(np.float32)
-    bend = rng.uniform(0.0, 0.12) * value_noise(rng, size, 5 * wavelength)
-    return Canvas(x=x + (shift_x + bend), y=y + (shift_y - bend), angle=angle, wavelength=wavelength)
 
 
 @lru_cache(maxsize=4)
@@ -263,14 +259,7 @@ def _degrade(rng: np.random.Generator, image: Image.Image) -> Image.Image:
     blur = rng.uniform(-0.8, 1.6) * image.width / BASE_SIZE  # px; a third of the images stay sharp
     if blur > 0:
         image = image.filter(ImageFilter.BoxBlur(blur))
-    _occlude(rng, image)
-    noise = rng.uniform(0, 14) * rng.standard_normal((image.height, image.width, 1), dtype=np.float32)
-    noisy = np.asarray(image) + np.rint(noise).astype(np.int16)
-    return Image.fromarray(np.clip(noisy, 0, 255).astype(np.uint8))
-
-
-def _occlude(rng: np.random.Generator, image: Image.Image) -> None:
-    """Draw 0 to 4 plain patches: ellipses and tilted boxes of 10 to 45 % of the image's side."""
+    # Draw 0 to 4 plain patches: ellipses and tilted boxes of 10 to 45 % of the image's side
     draw = ImageDraw.Draw(image)
     size = image.width
     for _ in range(rng.integers(0, 5)):
@@ -284,6 +273,9 @@ def _occlude(rng: np.random.Generator, image: Image.Image) -> None:
         cos, sin = math.cos(tilt), math.sin(tilt)
         corners = [(half_width * a, half_height * b) for a, b in ((-1, -1), (1, -1), (1, 1), (-1, 1))]
         draw.polygon([(x + a * cos - b * sin, y + a * sin + b * cos) for a, b in corners], fill=colour)
+    noise = rng.uniform(0, 14) * rng.standard_normal((image.height, image.width, 1), dtype=np.float32)
+    noisy = np.asarray(image) + np.rint(noise).astype(np.int16)
+    return Image.fromarray(np.clip(noisy, 0, 255).astype(np.uint8))
 
 
 JPEG_QUALITY = 90

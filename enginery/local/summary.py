@@ -121,7 +121,23 @@ class SummaryBuilder:
         if kind == "started":
             self.running = event["step"]
         if kind in ("finished", "failed"):
-            self._close_step(event)
+            seconds = event.get("seconds", {})
+            failed = event["event"] == "failed"
+            self.steps.append(
+                StepSummary(
+                    name=event["step"],
+                    status="failed" if failed else "done",
+                    outcome=event["message"] if failed else event["outcome"],
+                    seconds_total=event["time"] - self._last_end,
+                    seconds_work=seconds.get("work", 0.0),
+                    seconds_imports=seconds.get("imports", 0.0),
+                    seconds_tracking=seconds.get("tracking", 0.0),
+                )
+            )
+            self._last_end = event["time"]
+            self.running = ""
+            if failed:
+                self.failure = event
         elif kind == "results":
             self._accuracy = AccuracyReport.model_validate(event["accuracy"])
             self._benchmark = BenchmarkReport.model_validate(event["benchmark"])
@@ -164,25 +180,6 @@ class SummaryBuilder:
         if self._accuracy is None or self._benchmark is None:
             return {}
         return measures(self._accuracy, self._benchmark)
-
-    def _close_step(self, event: dict[str, Any]) -> None:
-        seconds = event.get("seconds", {})
-        failed = event["event"] == "failed"
-        self.steps.append(
-            StepSummary(
-                name=event["step"],
-                status="failed" if failed else "done",
-                outcome=event["message"] if failed else event["outcome"],
-                seconds_total=event["time"] - self._last_end,
-                seconds_work=seconds.get("work", 0.0),
-                seconds_imports=seconds.get("imports", 0.0),
-                seconds_tracking=seconds.get("tracking", 0.0),
-            )
-        )
-        self._last_end = event["time"]
-        self.running = ""
-        if failed:
-            self.failure = event
 
     def rows(self) -> list[PrecisionRow]:
         """The table's lines, FP32 first."""

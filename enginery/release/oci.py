@@ -258,7 +258,13 @@ async def _push(folder: Path, address: Address, key: Any) -> Address:
         manifest = _manifest(config, layers, artifactType=_ARTIFACT)
         digest = digest_bytes(manifest)
         # The signature first: nobody finds the artifact without it.
-        payload = _cosign_payload(address, digest)
+        # https://github.com/sigstore/cosign/blob/main/specs/SIGNATURE_SPEC.md
+        critical = {
+            "identity": {"docker-reference": address.name},
+            "image": {"docker-manifest-digest": digest},
+            "type": "cosign container image signature",
+        }
+        payload = canonical_json({"critical": critical, "optional": None})
         signature = await registry.upload(payload, _COSIGN_PAYLOAD)
         signature["annotations"] = {_COSIGN_SIGNATURE: base64.b64encode(_sign(key, payload)).decode()}
         image = {"architecture": "", "os": "", "rootfs": {"type": "layers", "diff_ids": [digest_bytes(payload)]}}
@@ -270,16 +276,6 @@ async def _push(folder: Path, address: Address, key: Any) -> Address:
 
 def _manifest(config: dict[str, Any], layers: list[dict[str, Any]], **more: str) -> bytes:
     return canonical_json({"schemaVersion": 2, "mediaType": _MANIFEST, **more, "config": config, "layers": layers})
-
-
-def _cosign_payload(address: Address, digest: str) -> bytes:
-    """https://github.com/sigstore/cosign/blob/main/specs/SIGNATURE_SPEC.md."""
-    critical = {
-        "identity": {"docker-reference": address.name},
-        "image": {"docker-manifest-digest": digest},
-        "type": "cosign container image signature",
-    }
-    return canonical_json({"critical": critical, "optional": None})
 
 
 def _sign(key: Any, data: bytes) -> bytes:

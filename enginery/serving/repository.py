@@ -475,7 +475,13 @@ class _ImageWriter(_AnyWriter):
         plans = self._write_network(cpu, gpu)
         if self.baseline and self.source.report is not None:
             self._copy(self.source.report, self.baseline, self.root / self.baseline)
-        self._write_ensemble(cpu)
+        folder = self.root / self.names.ensemble / VERSION
+        folder.mkdir(parents=True)
+        # Object stores know no empty folders, and Triton wants one for each version.
+        (folder / "README").write_text("The ensemble is config.pbtxt, one folder up.\n", encoding="utf-8")
+        for runtime, variant in (("tensorrt", ""), ("openvino", CPU)) if self.engines else (("openvino", ""),):
+            parameters = {**self._described(), "runtime": runtime}
+            self._config("ensemble", self.names.ensemble, cpu, variant=variant, parameters=parameters)
         self._model(self.names.preprocess, "preprocess")
         batching, instances = (gpu, GPU_PREPROCESS_INSTANCES) if plans else (cpu, 1)
         self._config("preprocess", self.names.preprocess, batching, instances=instances)
@@ -504,15 +510,6 @@ class _ImageWriter(_AnyWriter):
             self._config("gpu", self.names.network, gpu, instances=gpu.num_instances, plans=plans)
         self._config("cpu", self.names.network, cpu, variant=CPU if plans else "")
         return plans
-
-    def _write_ensemble(self, batching: Batching) -> None:
-        folder = self.root / self.names.ensemble / VERSION
-        folder.mkdir(parents=True)
-        # Object stores know no empty folders, and Triton wants one for each version.
-        (folder / "README").write_text("The ensemble is config.pbtxt, one folder up.\n", encoding="utf-8")
-        for runtime, variant in (("tensorrt", ""), ("openvino", CPU)) if self.engines else (("openvino", ""),):
-            parameters = {**self._described(), "runtime": runtime}
-            self._config("ensemble", self.names.ensemble, batching, variant=variant, parameters=parameters)
 
     def _renamed(self, entry: EngineEntry) -> EngineEntry:
         """Entries of the plans, one for each compute capability, with their paths in the repository."""

@@ -68,7 +68,16 @@ def find_source(text: str, precision: Precision | None) -> Iterator[ModelSource]
         with TemporaryDirectory(prefix="enginery-") as temporary:  # what is checked can't be swapped any more
             yield _released(shutil.copytree(folder, Path(temporary) / "release", symlinks=True), text, precision)
     elif (folder / MANIFEST).is_file():
-        yield _bundle_alone(folder, precision)
+        bundle = load(folder, BundleManifest, verify=ALL_FILES)
+        check_chain(f"the bundle {folder}", {"bundle": bundle.digest}, read_statements(folder))
+        yield ModelSource(
+            name=bundle.manifest.architecture.replace("/", "-"),
+            version="",
+            precision=precision or "int8",
+            bundle=bundle,
+            report=None,
+            digests={"bundle": bundle.digest},
+        )
     else:
         raise UserError(
             f"{text!r} is nothing that can be served. Name a registered version, such as classifier@champion (see "
@@ -163,17 +172,4 @@ def of_chain(
         report=chain.report,
         digests={part: chain.digests[part] for part in _PARTS},
         statements=statements,
-    )
-
-
-def _bundle_alone(folder: Path, precision: Precision | None) -> ModelSource:
-    bundle = load(folder, BundleManifest, verify=ALL_FILES)
-    check_chain(f"the bundle {folder}", {"bundle": bundle.digest}, read_statements(folder))
-    return ModelSource(
-        name=bundle.manifest.architecture.replace("/", "-"),
-        version="",
-        precision=precision or "int8",
-        bundle=bundle,
-        report=None,
-        digests={"bundle": bundle.digest},
     )

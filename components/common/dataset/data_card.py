@@ -78,20 +78,16 @@ def read_thumbnails(folder: Path, split: str, positions: Iterable[int]) -> tuple
     """
     wanted = set(positions)
     entries = [*read_listing(folder / f"{split}.jsonl", wanted).values()]
-    thumbnails = _thumbnails(folder, split, {entry["key"] for entry in entries})
+    keys = {entry["key"] for entry in entries}
+    thumbnails: dict[str, bytes] = {}
+    for key, file in read_images(sorted(folder.glob(f"{split}-*.tar")), keys):
+        with suppress(Rejected):  # an image of a size that Pillow refuses in this process: a thumbnail less
+            thumbnails[key] = thumbnail(decode(file, _ANY_SIZE)[1], max_side=_MAX_SIDE, exact_side=_SMALL_SIDE)
     return tuple(
         Thumbnail(path=entry["path"], label=entry["label"], data=thumbnails[entry["key"]])
         for entry in entries
         if entry["key"] in thumbnails
     )
-
-
-def _thumbnails(folder: Path, split: str, keys: set[str]) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
-    for key, file in read_images(sorted(folder.glob(f"{split}-*.tar")), keys):
-        with suppress(Rejected):  # an image of a size that Pillow refuses in this process: a thumbnail less
-            found[key] = thumbnail(decode(file, _ANY_SIZE)[1], max_side=_MAX_SIDE, exact_side=_SMALL_SIDE)
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +145,12 @@ def write_data_card(card: Card, folder: Path) -> Path:
     Returns:
         Its path.
     """
-    rows = _class_rows(card)
+    train, val = card.splits["train"].class_counts, card.splits["val"].class_counts
+    most = max(*train, 1)
+    rows = [
+        _ClassRow(name=name, num_train=in_train, num_val=in_val, share_pct=100 * in_train / most)
+        for name, in_train, in_val in zip(card.classes, train, val, strict=True)
+    ]
     page = (
         templates(filters=_FILTERS)
         .get_template("data_card.html.j2")
@@ -172,15 +173,6 @@ def write_data_card(card: Card, folder: Path) -> Path:
 def _kind(reason: str) -> str:
     """A reason without what is about one file: "damaged", "more than max_pixels = 100000000 pixels"."""
     return re.split("[:;]", re.sub(r"^\d+x\d+ has ", "", reason), maxsplit=1)[0].strip()
-
-
-def _class_rows(card: Card) -> list[_ClassRow]:
-    train, val = card.splits["train"].class_counts, card.splits["val"].class_counts
-    most = max(*train, 1)
-    return [
-        _ClassRow(name=name, num_train=in_train, num_val=in_val, share_pct=100 * in_train / most)
-        for name, in_train, in_val in zip(card.classes, train, val, strict=True)
-    ]
 
 
 def _largest_and_smallest(rows: Sequence[_ClassRow]) -> list[_ClassRow]:

@@ -130,23 +130,20 @@ class OpenVINORunner:
         is then from a request's start to its end.
         """
         if (num_streams := how.get("num_streams", 1)) > 1:
-            queue = self._queue(num_streams)
+            if num_streams not in self._queues:
+                hints = {
+                    props.hint.performance_mode: props.hint.PerformanceMode.THROUGHPUT,
+                    props.hint.num_requests: num_streams,
+                    props.num_streams: num_streams,
+                }
+                self._queues[num_streams] = ov.AsyncInferQueue(compile_file(self._onnx_path, hints), num_streams)
+            queue = self._queues[num_streams]
             images = np.random.default_rng(0).standard_normal(self._shapes.input_shape(batch_size), dtype=np.float32)
             return _time_queue(queue, images, num_streams, how)
         return measure_host(self._infer_shared, self._shapes, batch_size, how)
 
     def _infer_shared(self, images: np.ndarray) -> object:
         return self._request.infer([images], share_inputs=True, share_outputs=True)
-
-    def _queue(self, num_streams: int) -> ov.AsyncInferQueue:
-        if num_streams not in self._queues:
-            hints = {
-                props.hint.performance_mode: props.hint.PerformanceMode.THROUGHPUT,
-                props.hint.num_requests: num_streams,
-                props.num_streams: num_streams,
-            }
-            self._queues[num_streams] = ov.AsyncInferQueue(compile_file(self._onnx_path, hints), num_streams)
-        return self._queues[num_streams]
 
     def close(self) -> None:
         """See Runner."""

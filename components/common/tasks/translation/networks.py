@@ -33,12 +33,6 @@ def _mask(source: torch.Tensor) -> torch.Tensor:
     return (source == PAD).float() * _MASKED
 
 
-def _positions(width: int) -> torch.Tensor:
-    """[MAX_POSITIONS, width]: sines and cosines of wavelengths from 2 pi to 10,000 times as much."""
-    angles = torch.arange(MAX_POSITIONS)[:, None] * torch.exp(-math.log(1e4) * torch.arange(0, width, 2) / width)
-    return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)
-
-
 class _Attention(nn.Module):
     """Scaled dot products of several heads."""
 
@@ -149,7 +143,9 @@ class Transformer(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.positions: torch.Tensor
         self.places: torch.Tensor
-        self.register_buffer("positions", _positions(width), persistent=False)
+        # [MAX_POSITIONS, width]: sines and cosines of wavelengths from 2 pi to 10,000 times as much
+        angles = torch.arange(MAX_POSITIONS)[:, None] * torch.exp(-math.log(1e4) * torch.arange(0, width, 2) / width)
+        self.register_buffer("positions", torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1), persistent=False)
         self.register_buffer("places", torch.arange(MAX_POSITIONS), persistent=False)
 
     def encode(self, source: torch.Tensor) -> Encoded:
