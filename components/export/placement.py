@@ -123,15 +123,11 @@ class GraphIndex:
         self.num_reads: dict[str, int] = {}
         for name in [name for node in self.nodes for name in node.input] + [output.name for output in graph.output]:
             self.num_reads[name] = self.num_reads.get(name, 0) + 1
-        self.conv_depth = self._conv_depths()
-
-    def _conv_depths(self) -> dict[str, int]:
-        """Convolutions on the longest path to each tensor. Nodes of an ONNX graph are in topological order."""
-        depth: dict[str, int] = {}
+        # Convolutions on the longest path to each tensor. Nodes of an ONNX graph are in topological order.
+        self.conv_depth: dict[str, int] = {}
         for node in self.nodes:
-            deepest = max((depth.get(name, 0) for name in node.input), default=0)
-            depth.update(dict.fromkeys(node.output, deepest + (node.op_type == "Conv")))
-        return depth
+            deepest = max((self.conv_depth.get(name, 0) for name in node.input), default=0)
+            self.conv_depth.update(dict.fromkeys(node.output, deepest + (node.op_type == "Conv")))
 
     def op_type(self, tensor: str) -> str:
         """Operator that makes `tensor`, or "" for graph inputs and initializers."""

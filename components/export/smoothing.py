@@ -8,7 +8,7 @@ LayerNormalization makes the activation, its own scale and bias are divided, so 
 G. Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models", ICML 2023.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,7 +72,11 @@ def smoothable(model: onnx.ModelProto) -> list[Affine]:
                     reached.update(reader.output)
                 else:
                     products.append(reader)  # which is none: checked below
-        whole = all(name in reached for reader in passed for name in _data_inputs(reader))
+        whole = all(
+            name in reached
+            for reader in passed
+            for name in (reader.input if reader.op_type == "Concat" else reader.input[:1])
+        )
         if (
             products
             and whole
@@ -171,11 +175,6 @@ class _Shapes:
     def last_axis(self, tensor: str) -> int:
         """Length of the last axis, 0 where it is unknown."""
         return int((self._axes.get(tensor) or [0])[-1])
-
-
-def _data_inputs(node: NodeProto) -> Iterator[str]:
-    """Return the tensor that a rearranging node rearranges."""
-    return iter(node.input if node.op_type == "Concat" else node.input[:1])
 
 
 def _keeps_last_axis(node: NodeProto, graph: GraphIndex, shapes: _Shapes, num_channels: int) -> bool:

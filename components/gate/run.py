@@ -1,6 +1,5 @@
 """gate: Report -> Verdict, or exit code 3."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from components.common.contracts.errors import GateFailed, UserError
@@ -14,7 +13,6 @@ from components.common.contracts.manifests import (
     seal,
     write_atomically,
 )
-from components.common.contracts.records import GateCheck
 from components.common.contracts.verdict import Thresholds, judge, remedy
 from components.common.process.steplog import StepLog
 from components.common.registry.keys import step_key
@@ -40,11 +38,7 @@ def run(config: GateConfig, log: StepLog, *, report: Path, output: Path) -> str:
         VerdictManifest,
         inputs={"report": measured.digest, "bundle": accuracy.bundle_digest},
         config=config,
-        passed=verdict.passed,
-        precision=verdict.precision,
-        checks=verdict.checks,
-        recommendation=verdict.recommendation,
-        note=verdict.note,
+        **{name: value for name, value in verdict if name != "thresholds"},
     )
     if key is not None:
         digests = {"bundle": accuracy.bundle_digest, "report": measured.digest, "verdict": sealed.digest}
@@ -66,17 +60,12 @@ def run(config: GateConfig, log: StepLog, *, report: Path, output: Path) -> str:
         suffix += f". Recommended: {advice.precision.upper()}, since {advice.reason}"
     if not verdict.passed:
         suffix += f". {advised}" if (advised := remedy(config, accuracy, verdict.checks)) else ""
-        raise GateFailed(
-            f"{verdict.precision.upper()} did not pass: {_failures(verdict.checks)}{suffix}", code="gate-failed"
-        )
+        # Failed checks, then those with too little evidence, which ask for something else.
+        failed = [check.explanation for check in verdict.checks if check.verdict == "fail"]
+        if undecided := [check.explanation for check in verdict.checks if check.verdict == "not enough evidence"]:
+            failed.append(f"not enough evidence: {'; '.join(undecided)}")
+        raise GateFailed(f"{verdict.precision.upper()} did not pass: {'; '.join(failed)}{suffix}", code="gate-failed")
     return f"{verdict.precision.upper()} passed: {'; '.join(check.explanation for check in verdict.checks)}{suffix}"
-
-
-def _failures(checks: Sequence[GateCheck]) -> str:
-    """Failed checks, then those with too little evidence, which ask for something else."""
-    failed = [check.explanation for check in checks if check.verdict == "fail"]
-    undecided = [check.explanation for check in checks if check.verdict == "not enough evidence"]
-    return "; ".join(failed + ([f"not enough evidence: {'; '.join(undecided)}"] if undecided else []))
 
 
 def _check_thresholds(config: GateConfig, report: Artifact[ReportManifest]) -> None:

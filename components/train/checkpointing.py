@@ -219,7 +219,12 @@ def choose_folder(
     config: TrainConfig, data: Artifact[DatasetManifest], world: World, partial_output: Path, log: StepLog
 ) -> CheckpointFolder:
     """Return the folder of this training's checkpoints, new or found. Warns when those of another one stay there."""
-    identity = _identity_of(config, data, world)
+    identity = {  # what decides the result: another value of any of these is another training
+        **config.model_dump(mode="json", exclude=set(NON_FINGERPRINTED_SETTINGS)),
+        "dataset": data.digest,
+        "device": world.device.type,
+        "dali": dali.__version__,  # of another version, the reader's place in the data is not to be understood
+    }
     folder = partial_output / digest_json(identity).removeprefix("sha256:")[:12]
     checkpoints = CheckpointFolder(folder, config.keep_last)
     if not checkpoints.steps():  # a killed run may have left them in an output of its own
@@ -241,14 +246,3 @@ def choose_folder(
     folder.mkdir(exist_ok=True)
     write_atomically(folder / _IDENTITY, canonical_json(identity))
     return checkpoints
-
-
-def _identity_of(config: TrainConfig, data: Artifact[DatasetManifest], world: World) -> dict[str, Any]:
-    """Return what decides the result: another value of any of these is another training."""
-    settings = config.model_dump(mode="json", exclude=set(NON_FINGERPRINTED_SETTINGS))
-    others = {
-        "dataset": data.digest,
-        "device": world.device.type,
-        "dali": dali.__version__,  # of another version, the reader's place in the data is not to be understood
-    }
-    return {**settings, **others}

@@ -73,7 +73,12 @@ class PodLogs:
                 self._namespace, label_selector=selector, _request_timeout=_REQUEST_S
             ).items
         except (ConfigException, client.ApiException, urllib3.exceptions.HTTPError, OSError) as error:
-            self._lose(error)
+            self._is_lost = True
+            reason = f"{getattr(error, 'status', '')} {getattr(error, 'reason', None) or error}".strip().splitlines()[0]
+            echo(
+                f"logs        not shown: Kubernetes can't be asked for pods in {self._namespace} ({reason}). They need "
+                "a KUBECONFIG with the right to read pods and their logs; the page of the run has them, too"
+            )
             return
         for pod in pods:
             step = step_of(pod, steps)
@@ -95,15 +100,6 @@ class PodLogs:
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
         self._ended.set()
-
-    def _lose(self, error: Exception) -> None:
-        self._is_lost = True
-        reason = getattr(error, "reason", None) or error
-        text = f"{getattr(error, 'status', '')} {reason}".strip().splitlines()[0]
-        echo(
-            f"logs        not shown: Kubernetes can't be asked for pods in {self._namespace} ({text}). They need a "
-            "KUBECONFIG with the right to read pods and their logs; the page of the run has them, too"
-        )
 
     def _read(self, pod: str, step: str) -> None:
         """Print a pod's lines until it ends, resuming where a connection broke."""

@@ -14,7 +14,7 @@ from components.common.contracts.manifests import (
     VerdictManifest,
     load_manifest,
 )
-from components.common.contracts.records import AccuracyReport, Record
+from components.common.contracts.records import Record
 from components.common.registry.audit_log import AuditLog, champions, entry_json, expected_aliases
 from components.common.registry.model_registry import PARTS, RegisteredVersion, Registry
 from components.common.registry.promotions import CHAMPION
@@ -131,23 +131,17 @@ def _chain(registry: Registry, version: RegisteredVersion, problems: list[str]) 
         data.insert(0, Link(name="dataset", digest=calibrated, note="calibrated on"))
     split = Link(name="validation split", digest=accuracy.split_digest)
     checkpoint = Link(name="checkpoint", digest=inputs.get("model", ""), note=bundle.manifest.architecture)
+    engine = next(iter(bundle.manifest.engines), None)
+    plans = f"plans for {engine.gpu_name}, TensorRT {engine.tensorrt_version}" if engine else "no plans"
+    rows = [row for row in accuracy.rows if row.score_pct is not None]
+    scores = f"{accuracy.score_name} " + ", ".join(f"{row.precision.upper()} {row.score_pct:.2f} %" for row in rows)
     judged = f"{verdict.manifest.precision.upper()} {verdict.manifest.word}"
     return (
         *data,
         split,
         checkpoint,
-        Link(name="bundle", digest=bundle.digest, note=_engines(bundle.manifest)),
-        Link(name="report", digest=report.digest, note=_scores(report.manifest.accuracy)),
+        Link(name="bundle", digest=bundle.digest, note=plans),
+        Link(name="report", digest=report.digest, note=scores),
         Link(name="verdict", digest=verdict.digest, note=judged),
         Link(name="version", digest=version.number, note=f"registered by run {version.run_id}"),
     )
-
-
-def _engines(bundle: BundleManifest) -> str:
-    engine = bundle.engines[0] if bundle.engines else None
-    return f"plans for {engine.gpu_name}, TensorRT {engine.tensorrt_version}" if engine else "no plans"
-
-
-def _scores(accuracy: AccuracyReport) -> str:
-    measured = [row for row in accuracy.rows if row.score_pct is not None]
-    return f"{accuracy.score_name} " + ", ".join(f"{row.precision.upper()} {row.score_pct:.2f} %" for row in measured)

@@ -30,7 +30,11 @@ def bill_of_materials(
         provenance: of report.json: code, digests, and the environment of each step.
     """
     environments = {step: Environment.model_validate(seen) for step, seen in provenance["environments"].items()}
-    data, model = _dataset(record, provenance["digests"]), _source_model(record, bundle.manifest)
+    data = _dataset(record, provenance["digests"])
+    trained = bundle.manifest.training
+    name, origin = ("checkpoint", "a checkpoint of this chain") if trained else ("model", "a model of the user")
+    text, digest = f"What was exported: {origin}", record.digests["model"]
+    model = _component("machine-learning-model", "model", name, description=text, digest=digest)
     components = [data, model, _code(provenance["code"]), *_libraries(environments), *_platforms(environments)]
     components += _build_tools(bundle.manifest)
     subject = _subject(record, bundle, report)
@@ -82,12 +86,6 @@ def _dataset(record: ReleaseRecord, digests: dict[str, str]) -> _Json:
         data=[{"type": "dataset", "name": "dataset"}],
         properties={name: value for name, value in digests.items() if name.endswith(" split")},
     )
-
-
-def _source_model(record: ReleaseRecord, bundle: BundleManifest) -> _Json:
-    name, origin = ("checkpoint", "a checkpoint of this chain") if bundle.training else ("model", "a model of the user")
-    text = f"What was exported: {origin}"
-    return _component("machine-learning-model", "model", name, description=text, digest=record.digests["model"])
 
 
 def _code(code: _Json) -> _Json:

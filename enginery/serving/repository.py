@@ -225,7 +225,10 @@ def model_config(
     }
     if kind in ("preprocess", "cpu"):  # our own models check it: see components/serve/admission_control.py
         parameters = {PARAMETER: str(batching.max_queue_size)}
-    sizes = _graph_sizes(batching.preferred_batch_size or shapes.opt_batch, shapes)
+    # Batches that get a CUDA graph: powers of two, and the preferred one.
+    largest = batching.preferred_batch_size or shapes.opt_batch
+    captured = {2**power for power in range(10)} | {largest}
+    sizes = sorted(size for size in captured if shapes.min_batch <= size <= min(largest, shapes.max_batch))
     name, inputs, outputs = ends[kind]
     return _TEMPLATES.get_template("config.pbtxt.j2").render(
         kind=kind,
@@ -243,12 +246,6 @@ def model_config(
         labels_file=LABELS_FILE if TASKS[task].classifies else "",
         parameters=parameters,
     )
-
-
-def _graph_sizes(largest: int, shapes: ShapeSpec) -> tuple[int, ...]:
-    """Batches that get a CUDA graph: powers of two, and the preferred one."""
-    sizes = {2**power for power in range(10)} | {largest}
-    return tuple(sorted(size for size in sizes if shapes.min_batch <= size <= min(largest, shapes.max_batch)))
 
 
 _COUNTED = (

@@ -66,7 +66,9 @@ def find_source(text: str, precision: Precision | None) -> Iterator[ModelSource]
             yield source
     elif (folder / SUMS).is_file():
         with TemporaryDirectory(prefix="enginery-") as temporary:  # what is checked can't be swapped any more
-            yield _released(shutil.copytree(folder, Path(temporary) / "release", symlinks=True), text, precision)
+            copied = shutil.copytree(folder, Path(temporary) / "release", symlinks=True)
+            record, chain = open_release(copied, text)
+            yield of_chain(chain, record.name, record.version, precision, read_statements(copied))
     elif (folder / MANIFEST).is_file():
         bundle = load(folder, BundleManifest, verify=ALL_FILES)
         check_chain(f"the bundle {folder}", {"bundle": bundle.digest}, read_statements(folder))
@@ -153,11 +155,6 @@ def open_release(folder: Path, shown: str) -> tuple[ReleaseRecord, Chain]:
     what = f"the release {shown}"
     check_chain(what, digests, statements, model=record.name, version=record.version, say=lambda text: None)
     return record, chain
-
-
-def _released(folder: Path, shown: str, precision: Precision | None) -> ModelSource:
-    record, chain = open_release(folder, shown)
-    return of_chain(chain, record.name, record.version, precision, read_statements(folder))
 
 
 def of_chain(

@@ -388,16 +388,23 @@ class Loader:
                 places = range(start, start + longest)  # all parts have as many batches as the longest
                 versions = partial(corrupted, corruptions=corruptions, side=spec.crop_size, seed=seed, places=places)
                 corrupt = versions if corruptions else None
-                return _evaluation_iterator(
-                    evaluation_pipeline(readers[share], spec, decoder, corrupt, move_label, **own)
+                return DALIGenericIterator(  # the whole part of a split once, again and again
+                    [evaluation_pipeline(readers[share], spec, decoder, corrupt, move_label, **own)],
+                    ["images", "labels"],
+                    reader_name="reader",
+                    last_batch_policy=LastBatchPolicy.PARTIAL,
+                    auto_reset=True,
+                    prepare_first_batch=False,
                 )
             own_sizes = image_sizes[min(first_epoch, len(image_sizes) - 1) :] if image_sizes else ()
-            sizes = _size_of_batch(own_sizes, plan.num_read) if own_sizes else None
+            sizes = (lambda batch: own_sizes[min(batch // plan.num_read, len(own_sizes) - 1)]) if own_sizes else None
             checkpoint = None if saved is None else base64.b64decode(saved.checkpoints[share])
             resume = {"enable_checkpointing": True, "checkpoint": checkpoint}
-            return _training_iterator(
-                training_pipeline(readers[share], spec, augmentation, decoder, sizes, fp16, move_label, **own, **resume)
+            pipe = training_pipeline(
+                readers[share], spec, augmentation, decoder, sizes, fp16, move_label, **own, **resume
             )
+            # Full batches without end. Epochs are counted by the loader: to DALI's samples they mean nothing.
+            return DALIGenericIterator([pipe], ["images", "labels"], prepare_first_batch=False)
 
         self._iterators: list[DALIGenericIterator] = []
         self._turn = 0 if saved is None else saved.num_delivered % self.num_batches % num_pipelines
@@ -550,27 +557,6 @@ def _open_all(reader: dict[str, Any]) -> None:
     for path in (*reader["paths"], *reader["index_paths"]):
         with suppress(FileNotFoundError), Path(path).open("rb"):  # DALI tells what is missing
             pass
-
-
-def _size_of_batch(image_sizes: Sequence[int], num_batches: int) -> Callable[[int], int]:
-    return lambda batch: image_sizes[min(batch // num_batches, len(image_sizes) - 1)]
-
-
-def _training_iterator(pipe: Any) -> DALIGenericIterator:
-    """Full batches without end. Epochs are counted by the loader: to DALI's samples they mean nothing."""
-    return DALIGenericIterator([pipe], ["images", "labels"], prepare_first_batch=False)
-
-
-def _evaluation_iterator(pipe: Any) -> DALIGenericIterator:
-    """The whole part of a split once, again and again."""
-    return DALIGenericIterator(
-        [pipe],
-        ["images", "labels"],
-        reader_name="reader",
-        last_batch_policy=LastBatchPolicy.PARTIAL,
-        auto_reset=True,
-        prepare_first_batch=False,
-    )
 
 
 class Watchdog:

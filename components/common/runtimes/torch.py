@@ -75,7 +75,13 @@ class TorchGraph:
             raise RuntimeUnavailable(
                 f"PyTorch {torch.__version__} finds no CUDA GPU here: use the device 'cpu'", code="no-gpu"
             )
-        self.input_name, self.output_name = _input_and_output(model)
+        initializers = {tensor.name for tensor in model.graph.initializer}
+        inputs = [value.name for value in model.graph.input if value.name not in initializers]
+        outputs = [value.name for value in model.graph.output]
+        if len(inputs) != 1 or len(outputs) != 1:
+            message = f"PyTorch runner: the model has inputs {inputs} and outputs {outputs}, expected one of each"
+            raise EngineryError(message, code="not-a-classifier")
+        self.input_name, self.output_name = inputs[0], outputs[0]
         opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
         if opset not in _OPSETS:
             message = f"PyTorch runner: opset {opset}, supported are {_OPSETS.start} to {_OPSETS.stop - 1}"
@@ -197,16 +203,6 @@ class TorchRunner:
         del self._graph
         if on_gpu:
             torch.cuda.empty_cache()
-
-
-def _input_and_output(model: onnx.ModelProto) -> tuple[str, str]:
-    initializers = {tensor.name for tensor in model.graph.initializer}
-    inputs = [value.name for value in model.graph.input if value.name not in initializers]
-    outputs = [value.name for value in model.graph.output]
-    if len(inputs) != 1 or len(outputs) != 1:
-        message = f"PyTorch runner: the model has inputs {inputs} and outputs {outputs}, expected one of each"
-        raise EngineryError(message, code="not-a-classifier")
-    return inputs[0], outputs[0]
 
 
 @torch.no_grad()

@@ -109,17 +109,11 @@ def _together(*tensors: Tensor) -> list[Tensor]:
 
 
 def _unary(function: Callable[[Tensor], Tensor]) -> Function:
-    def operator(x: Tensor, /) -> Tensor:
-        return function(x)
-
-    return operator
+    return lambda x, /: function(x)
 
 
 def _binary(function: Callable[[Tensor, Tensor], Tensor]) -> Function:
-    def operator(a: Tensor, b: Tensor, /) -> Tensor:
-        return function(*_together(a, b))
-
-    return operator
+    return lambda a, b, /: function(*_together(a, b))
 
 
 def _divide(a: Tensor, b: Tensor) -> Tensor:

@@ -70,7 +70,8 @@ def assign(
     real = (labels[..., 4] >= 0) & (labels[..., 5] == 0)  # [B, M]
     classes = labels[..., 4].clamp(min=0).long()
     objects = labels[..., None, :4]  # [B, M, 1, 4]
-    overlaps = _iou(boxes[:, None], objects).clamp(min=0)  # [B, M, A]
+    common, united, _ = _areas(boxes[:, None], objects)
+    overlaps = (common / united.clamp(min=_EPSILON)).clamp(min=0)  # [B, M, A]
     own = scores.transpose(1, 2).gather(1, classes[..., None].expand(-1, -1, scores.shape[1]))  # [B, M, A]
     points = middles[:, None]
     offsets = torch.cat([points - objects[..., :2], objects[..., 2:] - points], dim=-1)
@@ -92,11 +93,6 @@ def assign(
     quality = (fit / fit.amax(dim=-1, keepdim=True).clamp(min=_EPSILON**2) * largest).amax(dim=1)  # [B, A]
     one_hot = nn.functional.one_hot(classes.gather(1, owners), scores.shape[-1])
     return quality[..., None] * one_hot, owners
-
-
-def _iou(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    inside, united, _ = _areas(first, second)
-    return inside / united.clamp(min=_EPSILON)
 
 
 def generalized_iou(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -177,7 +177,7 @@ class Transformer(nn.Module):
             own = slice(2 * index, 2 * index + 2)
             x, read = cast(_DecoderLayer, layer).step(x, state[own], before_mask, memory[own], source_mask)
             found.append(read)
-        return self._logits(self.norms[1](x)[:, 0]), torch.cat(found)
+        return nn.functional.linear(self.norms[1](x)[:, 0], self.embedding.weight), torch.cat(found)
 
     def forward(self, pairs: torch.Tensor) -> torch.Tensor:
         """[B, 2, L] int64, sources and the targets' tokens before each -> logits [B, L, V]."""
@@ -187,10 +187,7 @@ class Transformer(nn.Module):
         later = torch.ones(length, length, device=x.device, dtype=x.dtype).triu(1) * _MASKED
         for index, layer in enumerate(self.decoder):
             x = layer(x, later, memory[2 * index : 2 * index + 2], mask[:, None, None])
-        return self._logits(self.norms[1](x))
-
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.embedding.weight)
+        return nn.functional.linear(self.norms[1](x), self.embedding.weight)
 
 
 class AttentionLstm(nn.Module):
@@ -248,22 +245,20 @@ class AttentionLstm(nn.Module):
             cell = keep.sigmoid() * cell + keep_in.sigmoid() * new.tanh()
             x = out.sigmoid() * cell.tanh()
             states[layer], states[lstm.num_layers + layer] = x, cell
-        return self._logits(self._attend(x[:, None], memory, mask)[:, 0]), torch.stack(states)
+        x = self._attend(x[:, None], memory, mask)[:, 0]
+        return nn.functional.linear(x, self.embedding.weight), torch.stack(states)
 
     def forward(self, pairs: torch.Tensor) -> torch.Tensor:
         """See Transformer.forward."""
         memory, mask = self.encode(pairs[:, 0])
         x = self.decoder(self.dropout(self.embedding(pairs[:, 1]) * self.scale))[0]
-        return self._logits(self._attend(x, memory, mask))
+        return nn.functional.linear(self._attend(x, memory, mask), self.embedding.weight)
 
     def _attend(self, x: torch.Tensor, memory: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """[B, T, width] of the decoder -> [B, T, width] with what it read of the source."""
         scores = memory[0] @ self.query(x).transpose(1, 2) + mask[:, :, None]  # [B, S, T]; see _Attention
         found = scores.softmax(dim=1).transpose(1, 2).to(memory.dtype) @ memory[0]
         return self.dropout(torch.tanh(self.joined(torch.cat([x, found], dim=2))))
-
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.embedding.weight)
 
 
 ARCHITECTURES: dict[str, Callable[[int], nn.Module]] = {
