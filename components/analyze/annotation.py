@@ -30,7 +30,11 @@ class AnnotatedVideo:
     def write(self, picture: Image.Image, time_s: float, text: str) -> None:
         """Add a frame, RGB, with a line of text unless that is empty. Scaled, if of another size than the first."""
         if self._stream is None:
-            self._stream = self._begin(*picture.size)
+            codec = next(name for name in _CODECS if name in av.codecs_available)
+            self._stream = cast(av.VideoStream, self._container.add_stream(codec, rate=30))
+            self._stream.width, self._stream.height = (max(2, side // 2 * 2) for side in picture.size)
+            self._stream.pix_fmt = "yuv420p"
+            self._stream.time_base = self._stream.codec_context.time_base = Fraction(1, _CLOCK)
         titled = _titled(picture, text) if text else picture
         frame = av.VideoFrame.from_ndarray(np.asarray(titled), format="rgb24")
         frame = frame.reformat(self._stream.width, self._stream.height, "yuv420p")
@@ -52,14 +56,6 @@ class AnnotatedVideo:
             self._partial.unlink(missing_ok=True)
         else:
             os.replace(self._partial, self._path)
-
-    def _begin(self, width: int, height: int) -> "av.VideoStream":
-        codec = next(name for name in _CODECS if name in av.codecs_available)
-        stream = cast(av.VideoStream, self._container.add_stream(codec, rate=30))
-        stream.width, stream.height = max(2, width // 2 * 2), max(2, height // 2 * 2)
-        stream.pix_fmt = "yuv420p"
-        stream.time_base = stream.codec_context.time_base = Fraction(1, _CLOCK)
-        return stream
 
 
 def _titled(picture: Image.Image, text: str) -> Image.Image:

@@ -256,7 +256,10 @@ def plan_tasks(config: PreprocessConfig, source: Source, folder: Path) -> list[S
     tasks = []
     for split, samples in source.splits.items():
         first_index = 0
-        for number, own in enumerate(_cut(config, samples)):
+        # Small sets are cut too, so that every core has a shard to pack and every rank one to read.
+        total = sum(_planned_bytes(sample, config.max_short_side) for sample in samples)
+        shard_bytes = min(config.shard_bytes, max(1_000_000, total // 8))
+        for number, own in enumerate(plan_shards(samples, shard_bytes, config.max_short_side)):
             task = ShardTask(
                 storage=source.storage,
                 folder=folder,
@@ -274,12 +277,6 @@ def plan_tasks(config: PreprocessConfig, source: Source, folder: Path) -> list[S
         message = f"there is no part {config.part}: of {num_parts} parts the first is 1/{num_parts}"
         raise UserError(message, code="no-such-part", setting="preprocess.part")
     return tasks[part - 1 :: num_parts]
-
-
-def _cut(config: PreprocessConfig, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
-    """Small sets are cut too, so that every core has a shard to pack and every rank one to read."""
-    total = sum(_planned_bytes(sample, config.max_short_side) for sample in samples)
-    return plan_shards(samples, min(config.shard_bytes, max(1_000_000, total // 8)), config.max_short_side)
 
 
 def plan_digest(config: PreprocessConfig, source: Source) -> str:

@@ -316,7 +316,8 @@ def _draw_bars(
         values = [float(entry.probabilities[index]) for index in shown]
         axes.barh(rows, values, 0.86 * height, color=_COLORS[entry.precision], label=entry.precision.upper())
         for row, value in zip(rows, values, strict=True):
-            axes.text(value + 0.02, row, _percent(value), va="center", fontsize=7.5, color=_TEXT)
+            percent = "< 0.1 %" if 0 < value < 0.0005 else f"{100 * value:.1f} %"
+            axes.text(value + 0.02, row, percent, va="center", fontsize=7.5, color=_TEXT)
     axes.set_yticks(range(len(shown)), [shortened(classes[index], _MAX_NAME) for index in shown])
     axes.set_ylim(len(shown) - 0.45, -0.55)
     axes.set_xlim(0, 1.32)
@@ -385,7 +386,3 @@ def _without_ticks(axes: Axes) -> None:
 
 def _wrapped(text: str, width: int) -> str:
     return "\n".join(textwrap.wrap(text, width, max_lines=2, placeholder=" …")) or text[:width]
-
-
-def _percent(value: float) -> str:
-    return "< 0.1 %" if 0 < value < 0.0005 else f"{100 * value:.1f} %"

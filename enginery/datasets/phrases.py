@@ -237,12 +237,14 @@ def time_phrase(hour: int, minute: int) -> Phrase:
     "3:30 pm" becomes "halb vier nachmittags", and "half past three in the afternoon" "15:30 Uhr".
     """
     part = "in the morning" if hour < 12 else "in the afternoon" if hour < 18 else "in the evening"
+    ends = {5: "nachts", 10: "morgens", 12: "vormittags", 13: "mittags", 18: "nachmittags", 22: "abends", 24: "nachts"}
+    german_part = next(name for end, name in ends.items() if hour < end)
     digits = f"at {hour % 12 or 12}:{minute:02d} {'am' if hour < 12 else 'pm'}"
     return Phrase(
         digits,
         f"at {_english_time(hour, minute)}" + ("" if minute == hour % 12 == 0 else f" {part}"),
         f"um {hour}:{minute:02d} Uhr",
-        f"um {_german_time(hour, minute)} {_part_of_day(hour)}",
+        f"um {_german_time(hour, minute)} {german_part}",
     )
 
 
@@ -289,11 +291,6 @@ def _german_time(hour: int, minute: int) -> str:
     else:
         name = f"{german_number(away, 'f')} {'Minute' if away == 1 else 'Minuten'}"
     return f"{name} {'nach' if past else 'vor'} {this if past else following}"
-
-
-def _part_of_day(hour: int) -> str:
-    names = {5: "nachts", 10: "morgens", 12: "vormittags", 13: "mittags", 18: "nachmittags", 22: "abends"}
-    return next((name for end, name in names.items() if hour < end), "nachts")
 
 
 def _draw_number(rng: np.random.Generator, max_digits: int = 7) -> int:

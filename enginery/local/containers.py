@@ -82,18 +82,15 @@ def check_images(file: PipelineFile, show: Callable[[str], None]) -> None:
                 client.images.get(image)
             except ImageNotFound:
                 show(f"fetching {image}")
-                _pull(client, image)
-
-
-def _pull(client: Any, image: str) -> None:
-    try:
-        client.images.pull(image)
-    except APIError as error:
-        raise UserError(
-            f"the image {image} is not on this machine and can't be pulled ({_reason(error)}). Build it with `make "
-            "images`, log in to its registry, or name others in ENGINERY_IMAGE_REGISTRY and ENGINERY_IMAGE_TAG",
-            code="no-image",
-        ) from error
+                try:
+                    client.images.pull(image)
+                except APIError as error:
+                    raise UserError(
+                        f"the image {image} is not on this machine and can't be pulled ({_reason(error)}). Build it "
+                        "with `make images`, log in to its registry, or name others in ENGINERY_IMAGE_REGISTRY and "
+                        "ENGINERY_IMAGE_TAG",
+                        code="no-image",
+                    ) from error
 
 
 def _reason(error: Exception) -> str:
@@ -135,16 +132,13 @@ class Containers:
     def _mounts(self) -> Iterator[Mount]:
         """Folders that the steps read and write, at the same paths as outside."""
         yield _bind(self.state.path, read_only=False)
-        for path in self._inputs():
-            if path.exists() and not path.is_relative_to(self.state.path):
-                yield _bind(path, read_only=True)
-
-    def _inputs(self) -> list[Path]:
         values = [str(self.arguments.get(name) or "") for name in ("data", "model")]
         values += [str(self.arguments.get(step, {}).get(name) or "") for step, name in _PATH_SETTINGS]
         named = [Path(value).absolute() for value in values if value and "://" not in value]
         # A table names images beside and below it.
-        return sorted({path.parent if path.is_file() else path for path in named})
+        for path in sorted({path.parent if path.is_file() else path for path in named}):
+            if path.exists() and not path.is_relative_to(self.state.path):
+                yield _bind(path, read_only=True)
 
     def stop(self, grace_s: int) -> None:
         """Stop what still runs: an interrupt of this process does not reach the containers."""

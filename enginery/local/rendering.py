@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from components.common.contracts.records import Speedup
 from components.common.process.steplog import EVENT_PREFIX, LinePace, progress_text
 from enginery.formats import new_table, number, size_text, verdict_text
 from enginery.local.summary import RunSummary
@@ -179,14 +178,14 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     for row in summary.rows:
         if row.score_pct is None:
             continue
-        is_reference = row.precision == "fp32"
+        is_reference, over = row.precision == "fp32", row.speedup
         table.add_row(
             row.precision.upper(),
             number(row.score_pct, ".2f"),
             "" if is_reference else number(row.delta_points, "+.2f"),
             "unsure" if row.latency_doubt else number(row.p50_ms, ".2f"),
             "unsure" if row.images_per_s is None and row.throughput_batch_size else number(row.images_per_s, ",.0f"),
-            "" if is_reference else _speedup(row.speedup),
+            "" if is_reference else "n/a" if over is None else "unsure" if over.doubt else f"{over.median:.2f}x",
             size_text(row.size_bytes) if row.size_bytes else "n/a",
             verdict_text(row.verdict),
         )
@@ -194,10 +193,6 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     console.print(table)
     _print_legend(console, summary)
     _print_recommendation(console, summary)
-
-
-def _speedup(found: Speedup | None) -> str:
-    return "n/a" if found is None else "unsure" if found.doubt else f"{found.median:.2f}x"
 
 
 def _print_legend(console: Console, summary: RunSummary) -> None:

@@ -48,7 +48,10 @@ def joined_units(runs: Sequence[ComparedRun]) -> str:
 def compare(summaries: Sequence[RunSummary]) -> RunComparison:
     """Put runs side by side. The first one is A."""
     labels = [label(position) for position in range(len(summaries))]
-    digests = [_digests(summary) for summary in summaries]
+    digests = [
+        {"dataset": one.dataset_digest, "validation split": one.split_digest, "bundle": one.bundle_digest}
+        for one in summaries
+    ]
     runs = tuple(
         ComparedRun(
             label=name,
@@ -92,14 +95,6 @@ def _differences(labels: Sequence[str], entries: Sequence[Mapping[str, str]]) ->
         if len(set(values)) > 1:
             found[key] = dict(zip(labels, values, strict=True))
     return found
-
-
-def _digests(summary: RunSummary) -> dict[str, str]:
-    return {
-        "dataset": summary.dataset_digest,
-        "validation split": summary.split_digest,
-        "bundle": summary.bundle_digest,
-    }
 
 
 def _versions(summary: RunSummary) -> dict[str, str]:

@@ -472,7 +472,9 @@ def recommend(
     Returns:
         None where accuracy does not pass, or where another precision would not help.
     """
-    own, other = thresholds.precision, _replacement(thresholds, accuracy, benchmark)
+    own = thresholds.precision
+    has_fp16 = own != "fp16" and benchmark.row("fp16", largest_batch(benchmark)) is not None
+    other: Precision = "fp16" if has_fp16 and is_accurate(thresholds, accuracy, "fp16") else "fp32"
     if not is_accurate(thresholds, accuracy, own):
         return None
     slower = _slower_text(benchmark, own, other)
@@ -494,14 +496,6 @@ def recommend(
     if _passes(checks):
         return Recommendation(precision=own, reason="every check passed")
     return None
-
-
-def _replacement(thresholds: Thresholds, accuracy: AccuracyReport, benchmark: BenchmarkReport) -> Precision:
-    """FP16 where it was measured and is as accurate as asked, else FP32."""
-    measured = benchmark.row("fp16", largest_batch(benchmark)) is not None
-    return (
-        "fp16" if thresholds.precision != "fp16" and measured and is_accurate(thresholds, accuracy, "fp16") else "fp32"
-    )
 
 
 def is_accurate(thresholds: Thresholds, accuracy: AccuracyReport, precision: Precision) -> bool:

@@ -242,7 +242,9 @@ def _decompress(source: Path, target: Path, name: str) -> None:
     """
     most = max(_MIN_BOMB_BYTES, _MAX_RATIO * source.stat().st_size)
     try:
-        with _opener(name)(source) as compressed, target.open("wb") as plain:
+        openers: dict[str, Callable[[Path], Any]] = {".bz2": bz2.open, ".xz": _Xz, ".zst": _open_zst}
+        opener = next((opener for suffix, opener in openers.items() if name.lower().endswith(suffix)), gzip.open)
+        with opener(source) as compressed, target.open("wb") as plain:
             while chunk := compressed.read(_CHUNK_BYTES):
                 keep_room(target.parent, name)
                 if plain.tell() + len(chunk) > most:
@@ -260,11 +262,6 @@ def _decompress(source: Path, target: Path, name: str) -> None:
                 f"can't unpack {name}: {error}; unpack it elsewhere and name the folder", code="disk-full"
             ) from None
         raise damaged(name, f"is damaged ({error})") from None
-
-
-def _opener(name: str) -> Callable[[Path], Any]:
-    openers: dict[str, Callable[[Path], Any]] = {".bz2": bz2.open, ".xz": _Xz, ".zst": _open_zst}
-    return next((opener for suffix, opener in openers.items() if name.lower().endswith(suffix)), gzip.open)
 
 
 class _Xz:
