@@ -150,7 +150,7 @@ def label(
 
             assert isinstance(runner, TensorRTRunner)
             runner.capture_only(batch_size)
-            runner.infer(transform.transform(rgb_images([empty_planes(1280, 720)] * batch_size)))  # loads kernels
+            runner.infer(transform.transform(rgb_images([empty_planes()] * batch_size)))  # loads kernels
         sink.flush()  # who follows the files finds them
         meet()
         began_s = time.monotonic()

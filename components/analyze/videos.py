@@ -373,14 +373,11 @@ def planes_of(frame: av.VideoFrame, turns: int = 0, *, is_mirrored: bool = False
     return Planes(luma=luma, chroma=chroma, space=space, is_full=is_full, turns=turns, is_mirrored=is_mirrored)
 
 
-def empty_planes(width: int, height: int) -> Planes:
-    """Planes of zeros on the GPU, of even sides."""
+def empty_planes() -> Planes:
+    """Planes of zeros on the GPU, of 1280 x 720 pixels."""
     import torch
 
-    luma, chroma = (
-        torch.zeros(shape, dtype=torch.uint8, device="cuda")
-        for shape in ((height, width), (height // 2, width // 2, 2))
-    )
+    luma, chroma = (torch.zeros(shape, dtype=torch.uint8, device="cuda") for shape in ((720, 1280), (360, 640, 2)))
     return Planes(luma=luma, chroma=chroma, space=5, is_full=False, turns=0, is_mirrored=False)
 
 

@@ -11,7 +11,6 @@ from PIL import Image, ImageDraw
 from components.common.contracts.manifests import Artifact, BundleManifest
 from components.common.contracts.records import Precision
 from components.common.data.image_files import rgb, upright_size
-from components.common.runtimes import RuntimeOption
 from components.common.runtimes.selection import select_runtimes
 from components.common.tasks.answers import Answer, View, answers_of
 from components.validate.inspect import load_input
@@ -30,9 +29,7 @@ class Answered:
     answer: Answer | None
 
 
-def answer_images(
-    bundle: Artifact[BundleManifest], files: Sequence[Path], *, runtime: RuntimeOption = "auto"
-) -> list[Answered]:
+def answer_images(bundle: Artifact[BundleManifest], files: Sequence[Path]) -> list[Answered]:
     """Every image by every precision, image by image.
 
     Raises:
@@ -41,7 +38,7 @@ def answer_images(
     """
     record, task = bundle.manifest, answers_of(bundle.manifest.task)
     inputs = [load_input(file, record.image_transform) for file in files]
-    selections = select_runtimes(bundle, runtime)
+    selections = select_runtimes(bundle, "auto")
     found = []
     try:
         for file, image in zip(files, inputs, strict=True):

@@ -44,7 +44,6 @@ def detect(
     size: tuple[int, int] | None = None,
     *,
     min_score: float = MIN_SCORE,
-    nms_iou: float = NMS_IOU,
     max_detections: int = MAX_DETECTIONS,
 ) -> Detections:
     """Objects in an image, by class-wise non-maximum suppression.
@@ -53,7 +52,6 @@ def detect(
         output: [A, 8 + classes] float; anchors with NaN or infinity find nothing.
         size: height and width, which boxes are clipped to; None for not.
         min_score: less sure ones are left out.
-        nms_iou: of two of a class that overlap by more, the surer one stays.
         max_detections: that are kept.
     """
     logits = output[:, NUM_BOX_VALUES:]
@@ -73,7 +71,7 @@ def detect(
     order = np.argsort(-values, kind="stable")
     order = order[known[order]]
     boxes, classes, values = boxes[order], classes[order], values[order]
-    kept = suppress(boxes, classes, nms_iou, max_detections)
+    kept = suppress(boxes, classes, NMS_IOU, max_detections)
     scores = (1 / (1 + np.exp(-values[kept]))).astype(np.float32)
     return Detections(boxes=boxes[kept], scores=scores, classes=classes[kept].astype(np.int16))
 
