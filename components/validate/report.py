@@ -56,7 +56,7 @@ from components.validate.schema import (
     Confusion,
     Data,
     Disagreement,
-    MeasuredModel,
+    Model,
     PredictionChange,
     Provenance,
     Report,
@@ -214,7 +214,7 @@ def gather_report(
     known = {"fp32", judged} <= by_class.keys()
     return Report(
         created=utc_now(),
-        model=MeasuredModel(layers=_layers(bundle, judged), **_shared(MeasuredModel, bundle.manifest)),
+        model=Model(layers=_layers(bundle, judged), **_shared(Model, bundle.manifest)),
         verdict=judge(config.gate, accuracy, benchmark),
         accuracy=accuracy,
         benchmark=benchmark,

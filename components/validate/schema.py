@@ -78,7 +78,7 @@ class ClassChange(ClassLoss):
     significant: bool = Field(description="Whether p_corrected is below 0.05: the class surely got better or worse.")
 
 
-class MeasuredModel(Record):
+class Model(Record):
     """The model that was measured."""
 
     architecture: str
@@ -149,7 +149,7 @@ class Report(Record):
 
     schema_version: Literal[1] = 1
     created: str = Field(description="When, in UTC: YYYY-MM-DDThh:mm:ssZ.")
-    model: MeasuredModel
+    model: Model
     verdict: Verdict
     accuracy: AccuracyReport
     benchmark: BenchmarkReport

@@ -111,7 +111,7 @@ def read_prices(file: Path) -> dict[str, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class ModelCounts:
     """The counts of the model."""
 
     work: Work
@@ -125,7 +125,7 @@ class Model:
     """The answer in words, for people."""
 
 
-def counted(question: Question) -> Model:
+def counted(question: Question) -> ModelCounts:
     """Count the model.
 
     Raises:
@@ -143,14 +143,16 @@ def counted(question: Question) -> Model:
         work = _work_of(path / manifest.models["fp32"])
         text = f"the bundle {path}, {manifest.architecture} at {height}x{width} px"
         size, num_classes = max(height, width), len(manifest.classes)
-        return Model(work=work, architecture=manifest.architecture, image_size=size, num_classes=num_classes, text=text)
+        return ModelCounts(
+            work=work, architecture=manifest.architecture, image_size=size, num_classes=num_classes, text=text
+        )
     if path.suffix == ".onnx":
         inputs = read_onnx(path).graph.input[:1]
         sides = [each.dim_value for graph_input in inputs for each in graph_input.type.tensor_type.shape.dim[2:]]
         work = _work_of(path)
         size = max(sides, default=0) or 224
         text = f"the file {path}" + (f" at {'x'.join(str(side or '?') for side in sides)} px" if sides else "")
-        return Model(work=work, architecture="", image_size=size, num_classes=0, text=text)
+        return ModelCounts(work=work, architecture="", image_size=size, num_classes=0, text=text)
     size = question.image_size or 224
     _refuse_text(question.model, question.model)
     try:
@@ -163,7 +165,7 @@ def counted(question: Question) -> Model:
         ) from error
     num_classes = question.num_classes or TASKS[task_of(question.model)].usual_num_classes
     text = f"the network {question.model} at {size}x{size} px with {num_classes:,} classes"
-    return Model(work=work, architecture=question.model, image_size=size, num_classes=num_classes, text=text)
+    return ModelCounts(work=work, architecture=question.model, image_size=size, num_classes=num_classes, text=text)
 
 
 def _work_of(file: Path) -> Work:

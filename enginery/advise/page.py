@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from components.common.data.pages import templates
 from components.validate.charts import GROUND, MARKERS, SERIES, STYLE, TEXT, as_svg, logarithmic, new_axes
-from enginery.advise.answers import FITTED_ON, Model, Question, counted, remarks
+from enginery.advise.answers import FITTED_ON, ModelCounts, Question, counted, remarks
 from enginery.advise.roofline import Device, devices, kernel_bytes, kernel_seconds, load_coefficients
 
 _OWN = Path(__file__).with_name("templates")
@@ -45,7 +45,7 @@ def cost_chart(rows: Sequence[dict[str, Any]], cost: str, label: str) -> str:
         return as_svg(figure)
 
 
-def roofline_chart(model: Model, device: Device, precision: str, batch: int) -> str:
+def roofline_chart(model: ModelCounts, device: Device, precision: str, batch: int) -> str:
     """Predicted FLOP/s of each kernel that multiplies, over its FLOPs per byte, under the data sheet's roof. SVG."""
     work = model.work
     fitted = load_coefficients()[0][device.kind][precision]

@@ -42,7 +42,7 @@ from components.validate.schema import (
     Code,
     Data,
     Disagreement,
-    MeasuredModel,
+    Model,
     Provenance,
     Report,
     SplitSummary,
@@ -279,7 +279,7 @@ def make_report(num_classes: int, *, num_epochs: int = 3) -> Report:
     steps = ("preprocess", "train", "export", "validate")
     return Report(
         created="2026-01-02T03:04:05Z",
-        model=MeasuredModel(
+        model=Model(
             architecture="timm/some_net",
             classes=classes,
             transform=TransformSpec(resize_size=257, crop_size=223, interpolation="bicubic"),
