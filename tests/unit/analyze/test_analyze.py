@@ -209,9 +209,7 @@ def video_size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
-def test_an_annotated_video_is_complete_once_its_stream_has_ended(
-    run_analysis: Analyze, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_annotated_video_is_complete_once_its_stream_has_ended(run_analysis: Analyze, tmp_path, monkeypatch) -> None:
     for number in range(8):
         write_video(tmp_path / f"{number}.mp4", digit_frames(per_digit=4))
     num_open = [0]
@@ -231,9 +229,7 @@ def test_an_annotated_video_is_complete_once_its_stream_has_ended(
     assert (max(num_open) <= 4, num_open[-1]) == (True, 0)
 
 
-def test_what_is_broken_is_named_and_the_rest_is_labelled(
-    run_analysis: Analyze, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_broken_is_named_and_the_rest_is_labelled(run_analysis: Analyze, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(page_module, "_MAX_SHOWN", 5)
     good = write_video(tmp_path / "good.mp4", digit_frames())
     raw = write_video(tmp_path / "raw.264", digit_frames()).read_bytes()
@@ -320,9 +316,7 @@ def test_streams_have_names_of_their_own(run_analysis: Analyze, tmp_path: Path) 
     assert {line["stream"] for line in lines(analysis, "frames.jsonl")} == {*expected}
 
 
-def test_what_no_frame_can_be_decoded_of_is_a_problem(
-    run_analysis: Analyze, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_no_frame_can_be_decoded_of_is_a_problem(run_analysis: Analyze, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("components.analyze.videos._MAX_PIXELS", 96 * 128)
     good = write_video(tmp_path / "good.mp4", digit_frames(per_digit=1))
     large = write_video(tmp_path / "large.mp4", digit_frames((98, 128), per_digit=1))
@@ -381,9 +375,7 @@ def test_sources_that_are_none(run_analysis: Analyze, source: str, code: str) ->
         run_analysis(source)
 
 
-def test_passwords_of_addresses_are_refused_and_taken_from_netrc(
-    run_analysis: Analyze, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passwords_of_addresses_are_refused_and_taken_from_netrc(run_analysis: Analyze, tmp_path, monkeypatch) -> None:
     with pytest.raises(UserError, match="netrc") as refused:
         run_analysis("rtsp://user:geheim-1@127.0.0.1/cam")
     assert "geheim-1" not in str(refused.value)
@@ -425,9 +417,7 @@ def test_a_camera_that_stalls_breaks_off_and_comes_back(run_analysis: Analyze) -
     assert stream.latency_p99_ms is not None
 
 
-def test_a_consumer_that_is_too_slow_drops_frames_and_stays_near_now(
-    run_analysis: Analyze, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_consumer_that_is_too_slow_drops_frames_and_stays_near_now(run_analysis: Analyze, monkeypatch) -> None:
     import components.analyze.labelling as steps
 
     class SlowBatches(steps.FrameBatches):
@@ -498,9 +488,7 @@ def test_ctrl_c_ends_with_whole_files(bundle: Artifact[BundleManifest], tmp_path
             assert sum(1 for _ in container.decode(video=0)) == stream.num_labelled > 0
 
 
-def test_several_processes_find_what_one_finds(
-    run_analysis: Analyze, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_processes_find_what_one_finds(run_analysis: Analyze, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # is taken back
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     (tmp_path / "videos").mkdir()
@@ -658,9 +646,7 @@ def test_a_queue_of_one_frame_keeps_the_newest(run_analysis: Analyze, tmp_path: 
 
 
 @pytest.mark.parametrize(("more_bytes", "room"), [(1 << 30, 12), (0, 3)])
-def test_more_frames_of_files_wait_where_they_are_small(
-    more_bytes: int, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_frames_of_files_wait_where_they_are_small(more_bytes: int, room: int, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(streams_module, "_MORE_BYTES", more_bytes)
     config = AnalyzeConfig(sources=(str(write_video(tmp_path / "a.mp4", digit_frames())),), queue_frames=3)
     with Streams(find_videos(config.sources), config, 1, lambda *_, **__: None) as streams:
@@ -686,9 +672,7 @@ def test_frames_of_many_short_files_wait_no_more_than_those_of_long_ones(tmp_pat
         assert taken == 12 * 4
 
 
-def test_the_kfp_component_keeps_a_record_in_mlflow(
-    bundle: Artifact[BundleManifest], tmp_path: Path, store: str
-) -> None:
+def test_the_kfp_component_keeps_a_record_in_mlflow(bundle: Artifact[BundleManifest], tmp_path, store: str) -> None:
     video = write_video(tmp_path / "a.mp4", digit_frames(per_digit=1))
     given, written = SimpleNamespace(path=str(bundle.path)), SimpleNamespace(path=str(tmp_path / "analysis"))
     component.analyze.python_func(bundle=given, sources=[str(video)], settings={"every": 2}, analysis=written)
@@ -765,9 +749,7 @@ def test_planes_of_gpus_become_the_colours_of_ffmpeg(pixel_format: str, space: i
 
 
 @pytest.mark.parametrize(("size", "options"), [("12k", ()), ("4k", ("--annotate",))])
-def test_a_full_disk_is_named(
-    bundle: Artifact[BundleManifest], tmp_path: Path, size: str, options: tuple[str, ...]
-) -> None:
+def test_a_full_disk_is_named(bundle: Artifact[BundleManifest], tmp_path, size: str, options: tuple[str, ...]) -> None:
     video = write_video(tmp_path / "a.mp4", digit_frames(per_digit=20))
     script = f'mount -t tmpfs -o size={size} none /mnt && exec "$@"'
     prefix = ("unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh")

@@ -48,9 +48,7 @@ def test_what_is_refused(tmp_path: Path, bundle: Path, started: list[list[str]])
     assert not started
 
 
-def test_in_containers_tensorrt_is_the_images(
-    bundle: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_containers_tensorrt_is_the_images(bundle: Path, started: list[list[str]], monkeypatch) -> None:
     """The machine itself needs a GPU and Docker, and neither TensorRT nor PyTorch."""
     monkeypatch.setattr(command, "gpus", lambda: (GPU,))
     enginery("engines", bundle, "--data", bundle, "--in-containers")

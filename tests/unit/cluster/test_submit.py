@@ -124,9 +124,7 @@ def test_servers_that_are_something_else_or_refuse(cluster: Cluster, submit: Sub
     assert "answers 400 Bad Request: invalid namespace" in str(done.error)
 
 
-def test_a_server_that_never_answers_is_given_up(
-    cluster: Cluster, submit: Submit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_never_answers_is_given_up(cluster: Cluster, submit: Submit, monkeypatch) -> None:
     monkeypatch.setattr(server, "_HEALTH_S", server._HEALTH_S // 10)
     monkeypatch.setattr(server, "_ANSWER_S", server._ANSWER_S // 30)
     monkeypatch.setattr("enginery.cluster.watch._LOST_S", 0)

@@ -75,9 +75,7 @@ def logs(pods: Pods, monkeypatch: pytest.MonkeyPatch) -> PodLogs:
     return PodLogs(NAMESPACE, RUN_ID, lambda: k8s.CoreV1Api(k8s.ApiClient(configuration)))
 
 
-def test_the_steps_lines_are_shown_behind_their_names(
-    pods: Pods, logs: PodLogs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_steps_lines_are_shown_behind_their_names(pods: Pods, logs: PodLogs, capsys) -> None:
     """Those of a broken connection from where it broke."""
     pods.pods, pods.breaks = (
         [
@@ -94,9 +92,7 @@ def test_the_steps_lines_are_shown_behind_their_names(
     assert not any("driver" in path or "impl-2" in path for _, path, _ in pods.requests)
 
 
-def test_a_pod_that_takes_the_place_of_a_lost_one_is_read_too(
-    pods: Pods, logs: PodLogs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pod_that_takes_the_place_of_a_lost_one_is_read_too(pods: Pods, logs: PodLogs, capsys) -> None:
     """Argo gives it the same name."""
     for uid in ("a", "b"):
         pods.pods = [pod("r-impl-1", "resnet50-x7k2p.root.train.executor(0)")]
@@ -132,9 +128,7 @@ def test_only_the_steps_own_lines_are_shown(pods: Pods, logs: PodLogs, capsys: p
     assert capsys.readouterr().out.splitlines() == [f"gate        | {line}" for line in own]
 
 
-def test_a_pod_that_can_not_begin_is_explained_once(
-    pods: Pods, logs: PodLogs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pod_that_can_not_begin_is_explained_once(pods: Pods, logs: PodLogs, capsys) -> None:
     unplaced = pod("r-impl-1", "resnet50-x7k2p.root.train.executor(0)", began=False)
     message = "0/1 nodes are available: 1 Insufficient cpu."
     condition = k8s.V1PodCondition(type="PodScheduled", status="False", reason="Unschedulable", message=message)
@@ -152,9 +146,7 @@ def test_a_pod_that_can_not_begin_is_explained_once(
     ]
 
 
-def test_a_pod_that_the_cluster_ended_is_explained_once(
-    pods: Pods, logs: PodLogs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pod_that_the_cluster_ended_is_explained_once(pods: Pods, logs: PodLogs, capsys) -> None:
     killed = pod("r-impl-1", "resnet50-x7k2p.root.train.executor(0)", began=False)
     ended = k8s.V1ContainerStateTerminated(reason="OOMKilled", exit_code=1)
     killed.status.container_statuses[1].state = k8s.V1ContainerState(terminated=ended)
@@ -187,9 +179,7 @@ def test_a_cluster_that_refuses_or_is_not_there_costs_one_line(
     assert len(pods.requests) == 1
 
 
-def test_a_server_that_is_gone_leaves_the_run_and_the_way_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_is_gone_leaves_the_run_and_the_way_back(tmp_path: Path, monkeypatch, capsys) -> None:
     """After the run has begun this is no mistake of the command: 1, and not 2."""
     monkeypatch.setattr(watch, "_LOST_S", 0.2)
     monkeypatch.setattr(watch, "_SHORTEST_POLL_S", 0.01)

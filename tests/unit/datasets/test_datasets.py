@@ -66,9 +66,7 @@ def test_digits_are_the_same_1797_gray_jpegs_each_time(tmp_path: Path, all_digit
     assert np.corrcoef(shown.ravel(), digits.images[0].ravel())[0, 1] > 0.95
 
 
-def test_textures_are_the_same_for_any_number_of_workers_and_others_for_another_seed(
-    small: Path, tmp_path: Path
-) -> None:
+def test_textures_are_the_same_for_any_number_of_workers_and_others_for_another_seed(small: Path, tmp_path) -> None:
     # A remainder goes to the first classes.
     counts = {split: [len(list((small / split / f"00{n}").iterdir())) for n in range(3)] for split in ("train", "val")}
     assert counts == {"train": [4, 3, 3], "val": [2, 1, 1]}

@@ -110,9 +110,7 @@ def test_a_check_that_raises_is_a_line_of_its_own() -> None:
     assert check.fix
 
 
-def test_a_library_that_crashes_or_hangs_takes_only_its_probe_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_crashes_or_hangs_takes_only_its_probe_down(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
     (tmp_path / "openvino.py").write_text("import time\ntime.sleep(60)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -279,9 +277,7 @@ def test_what_the_plans_of_a_bundle_need(nvml: Nvml, plan: dict[str, object], st
         (200, 403, "missing", "answers 403", "--allowed-hosts"),  # it does not know this name of its host
     ],
 )
-def test_tracking_server(
-    monkeypatch: pytest.MonkeyPatch, health: int, others: int, expected: str, found: str, fix: str
-) -> None:
+def test_tracking_server(monkeypatch, health: int, others: int, expected: str, found: str, fix: str) -> None:
     with serving(Served(answers=lambda method, path, body: (health if path == "/health" else others, {}))) as server:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", server.endpoint.replace("://", "://user:secret@"))
         finding = machine.tracking()

@@ -52,9 +52,7 @@ def judged(source: Path, **settings: Any) -> tuple[str, VerdictManifest]:
     ("num_layers", "how"),
     [(3, "7-bit weights, unsigned activations"), (0, "no layer in INT8, all compute in FP32")],
 )
-def test_a_pass_says_what_was_measured_and_how_int8_ran(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_layers: int, how: str
-) -> None:
+def test_a_pass_says_what_was_measured_and_how_int8_ran(tmp_path: Path, monkeypatch, num_layers: int, how: str) -> None:
     model = CpuModel(file="int8_cpu_7bit.onnx", weight_bits=7, activations="unsigned", saturates_on=())
     given = {"cpu_models": (model,), "image_shapes": None, "num_quantized_layers": num_layers}
     manifest = SimpleNamespace(models={"int8": "int8.onnx"}, **given)

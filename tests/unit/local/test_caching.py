@@ -152,9 +152,7 @@ def test_fingerprint_sees_every_change_of_a_folder(data: Path, tmp_path: Path, m
     assert fingerprint(tmp_path / "large") != fingerprint(data)
 
 
-def test_hardware_libraries_and_code_repeat_the_steps_that_use_them(
-    cached: Cached, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hardware_libraries_and_code_repeat_the_steps_that_use_them(cached: Cached, monkeypatch) -> None:
     before, versions, edited = cached(), machine._library_versions(), {"export": "edited"}
     for owner, name, value, first in (
         (machine, "gpus", lambda: (H200,), "train"),

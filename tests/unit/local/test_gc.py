@@ -133,9 +133,7 @@ def test_run_registered_in_a_store_that_was_not_asked_survives(tmp_path: Path) -
     assert "http://mlflow.example; set MLFLOW_TRACKING_URI" in next(iter(kept.values()))
 
 
-def test_moved_state_directory_and_database_of_another_one(
-    registry: tuple[Path, dict[str, str]], tmp_path: Path
-) -> None:
+def test_moved_state_directory_and_database_of_another_one(registry: tuple[Path, dict[str, str]], tmp_path) -> None:
     home, ids = registry
     moved = make_run(tmp_path, 60, mlflow_run_id=ids["old"], registered="digits/1", tracking_uri="sqlite:////moved.db")
     needed = in_use(StateDirectory(path=home), past_runs(tmp_path / "runs"))
@@ -182,9 +180,7 @@ def test_lock_taken_after_the_plan_stops_the_removal(tmp_path: Path, kind: int) 
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_killed_gc_leaves_no_half_run_and_the_next_one_clears_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_gc_leaves_no_half_run_and_the_next_one_clears_up(tmp_path: Path, monkeypatch) -> None:
     path = make_run(tmp_path, 50)
     monkeypatch.setattr(gc, "delete", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):

@@ -157,9 +157,7 @@ def test_what_a_run_needs_is_asked_for(tmp_path: Path) -> None:
         resolve_arguments(pipeline(), config_file=tmp_path / "absent.yaml", flags={"data": "a"}, assignments=[])
 
 
-def test_names_of_own_files_are_found_beside_folders_of_the_same_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_of_own_files_are_found_beside_folders_of_the_same_name(tmp_path: Path, monkeypatch) -> None:
     """As after `enginery data shapes shapes`."""
     monkeypatch.chdir(tmp_path)
     for name in ("shapes", "detection"):

@@ -428,9 +428,7 @@ def test_a_model_of_a_few_bytes_that_takes_much_memory_is_refused(
         step("export", tmp_path / "b", model=tmp_path / "m.onnx", dataset=digits_dataset.path)
 
 
-def test_a_model_whose_reading_kills_the_process_is_refused(
-    few_digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_reading_kills_the_process_is_refused(few_digits: Path, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "m.onnx").write_bytes(b"")
     (tmp_path / "components/export").mkdir(parents=True)
     for folder in ("components", "components/export"):

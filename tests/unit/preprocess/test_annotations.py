@@ -460,9 +460,7 @@ def test_ids_of_any_kind_and_twice_in_several_images(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["aa.json", "zz.json"])
-def test_images_that_share_an_id_in_one_file_are_not_lost_where_another_annotates_them(
-    name: str, tmp_path: Path
-) -> None:
+def test_images_that_share_an_id_in_one_file_are_not_lost_where_another_annotates_them(name: str, tmp_path) -> None:
     write_coco(tmp_path / "data")
     content = {**coco("abc"), "annotations": []}
     for entry in content["images"]:

@@ -152,9 +152,7 @@ def test_hostile_members_of_a_zip_are_never_read(tmp_path: Path, monkeypatch: py
     }
 
 
-def test_a_process_that_reads_from_a_zip_does_not_read_its_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_reads_from_a_zip_does_not_read_its_directory(tmp_path: Path, monkeypatch) -> None:
     """A listing takes 150 MiB and seconds where there are 200,000 members."""
     file = tmp_path / "images.zip"
     methods = zip(FOUR, (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA), strict=True)
@@ -390,9 +388,7 @@ def test_paths_are_as_long_as_linux_has_them(tmp_path: Path, suffix: str) -> Non
 
 
 @pytest.mark.parametrize("suffix", [".tar.gz", ".tar.xz", ".tar.bz2"])
-def test_a_compressed_bomb_is_given_up_before_it_fills_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
-) -> None:
+def test_a_compressed_bomb_is_given_up_before_it_fills_the_disk(tmp_path: Path, monkeypatch, suffix: str) -> None:
     monkeypatch.setattr("components.preprocess.sources.tars._MIN_BOMB_BYTES", 1 << 20)
     monkeypatch.setattr("components.preprocess.sources.tars._CHUNK_BYTES", 1 << 18)
     file = write_tar(tmp_path / f"x{suffix}", member("a/0.png", bytes(4 << 20)))

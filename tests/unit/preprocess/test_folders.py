@@ -60,9 +60,7 @@ def test_linked_images_and_folders_are_followed(tmp_path: Path) -> None:
     assert rejected(dataset.path) == {"a/broken.png": "unreadable: No such file or directory"}
 
 
-def test_what_links_lead_out_to_and_what_is_no_regular_file_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_links_lead_out_to_and_what_is_no_regular_file_is_not_read(tmp_path: Path, monkeypatch) -> None:
     outside = write_tree(tmp_path / "outside", {"x": 4})
     root = write_tree(tmp_path / "images", {"a": 6, "b": 6})
     beside = write_tree(tmp_path / "images-beside", {"x": 1})  # its name begins as the data folder's
@@ -125,9 +123,7 @@ def test_a_file_larger_than_an_image_is_not_read(tmp_path: Path) -> None:
         read_sample(source.storage, large)
 
 
-def test_listings_are_in_one_order_and_hidden_things_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_listings_are_in_one_order_and_hidden_things_are_left_out(tmp_path: Path, monkeypatch) -> None:
     hidden = {"b/__MACOSX": 1, "a/.x": 1, "__MACOSX/a": 1, ".cache": 3}
     root = write_tree(tmp_path / "images", {"b": 2, "a": 3, "a/0/deep": 1, **hidden})
     (root / "a" / ".DS_Store").write_bytes(b"junk")

@@ -62,9 +62,7 @@ def test_a_killed_run_is_resumed_in_its_output(all_digits: Path, tmp_path: Path,
     assert load(output, DatasetManifest).digest == whole.digest
 
 
-def test_a_run_with_another_output_takes_the_finished_shards(
-    all_digits: Path, tmp_path: Path, whole, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_another_output_takes_the_finished_shards(all_digits: Path, tmp_path, whole, monkeypatch) -> None:
     """But none of what another process holds, or was planned otherwise."""
     first, second, held, other = (tmp_path / name for name in ("first", "second", "held", "other"))
     finished = kill_after(2, all_digits, first)

@@ -134,9 +134,7 @@ def test_no_message_shows_a_label_that_was_fetched(
 
 
 @pytest.mark.parametrize("error", [PermissionError("403"), NotImplementedError(), FileNotFoundError()])
-def test_a_table_of_a_store_that_lists_nothing(
-    images: Path, store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_a_table_of_a_store_that_lists_nothing(images: Path, store: Store, monkeypatch, error: Exception) -> None:
     write_table(images)
     uri = f"{store(images)}/t.csv"
 
@@ -257,9 +255,7 @@ def test_what_a_web_server_answers(tmp_path: Path, name: str, status: int, code:
         find(f"{uri}/{name}", tmp_path / "scratch")
 
 
-def test_credentials_of_a_web_server_come_from_netrc(
-    tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_credentials_of_a_web_server_come_from_netrc(tmp_path: Path, images: Path, monkeypatch) -> None:
     netrc = tmp_path / "netrc"
     monkeypatch.setenv("NETRC", str(netrc))
     secret = "Basic " + base64.b64encode(b"me:secret").decode()
@@ -509,9 +505,7 @@ def test_addresses_by_what_they_may_lead_to(address: str, expected: str) -> None
         ("http://start.invalid/t.csv", "http://10.1.2.3/x", "10.0.0.0/8", False),
     ],
 )
-def test_a_proxy_is_asked_for_nothing_inside(
-    monkeypatch: pytest.MonkeyPatch, uri: str, to: str, allowed: str, refused: bool
-) -> None:
+def test_a_proxy_is_asked_for_nothing_inside(monkeypatch, uri: str, to: str, allowed: str, refused: bool) -> None:
     asked: list[str] = []
 
     class Proxy(QuietHandler):

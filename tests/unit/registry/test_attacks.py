@@ -280,9 +280,7 @@ def test_each_attack_is_refused_by_each_use(scene: Scene, registry: Registry) ->
         ("fetch", "enginery.release.fetch", ""),  # what was checked is its own copy
     ],
 )
-def test_a_link_swapped_between_check_and_use(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, name: str, module: str, code: str
-) -> None:
+def test_a_link_swapped_between_check_and_use(scene: Scene, monkeypatch, name: str, module: str, code: str) -> None:
     """Of the others: test_release.py and test_pyfunc.py."""
     own = [scene.chain["bundle"] / "int8.onnx", scene.version / "bundle/int8.onnx"]
     own.append(scene.repository / "m_preprocess/1/model.py")

@@ -30,9 +30,7 @@ def untouched() -> bool:
     return git("status", "--porcelain", "--", "helm") == ""
 
 
-def test_deployed_promoted_and_rolled_back_as_commits(
-    checkout: Path, three: str, made_once: Path, tmp_path: Path
-) -> None:
+def test_deployed_promoted_and_rolled_back_as_commits(checkout: Path, three: str, made_once: Path, tmp_path) -> None:
     before = values("staging").read_text()
     Path("staged.txt").write_text("somebody's work")
     git("add", "staged.txt")

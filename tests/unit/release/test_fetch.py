@@ -75,9 +75,7 @@ def test_two_fetch_into_one_folder(bundle: Path, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("grown", ["int8.onnx", MANIFEST, "model.sig", "more.dsse.json", "more.bin"])
-def test_a_store_that_holds_more_than_its_manifest_says(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grown: str
-) -> None:
+def test_a_store_that_holds_more_than_its_manifest_says(bundle: Path, tmp_path: Path, monkeypatch, grown: str) -> None:
     """Files that nobody asked for, and files that grew to a terabyte, are not brought: they would fill the disk."""
     digest, brought = digest_of(bundle), []
     with (bundle / grown).open("ab") as file:

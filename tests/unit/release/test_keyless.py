@@ -179,9 +179,7 @@ def policy(folder: Path, monkeypatch: pytest.MonkeyPatch, **other: str) -> None:
     monkeypatch.setenv(POLICY_VARIABLE, str(file))
 
 
-def test_a_folder_is_signed_without_a_key(
-    proved: Any, keyless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_signed_without_a_key(proved: Any, keyless: Path, tmp_path: Path, monkeypatch) -> None:
     """The token is where a pod's projected volume has it."""
     monkeypatch.setattr(trust, "TOKEN_FILE", tmp_path / "token")
     trust.TOKEN_FILE.write_text(os.environ[TOKEN_VARIABLE] + "\n")
@@ -375,9 +373,7 @@ def test_added_files(folder: Path, signed: dict[str, str], signer: str) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\xff", None])
-def test_a_token_s_file_that_can_not_be_read(
-    keyless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
-) -> None:
+def test_a_token_s_file_that_can_not_be_read(keyless: Path, tmp_path: Path, monkeypatch, content: bytes | None) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE)
     monkeypatch.setattr(trust, "TOKEN_FILE", tmp_path / "token")
     trust.TOKEN_FILE.mkdir() if content is None else trust.TOKEN_FILE.write_bytes(content)

@@ -207,9 +207,7 @@ def write_credentials(folder: Path, registry: str) -> Path:
     return folder / "docker" / "config.json"
 
 
-def test_blobs_may_lie_elsewhere_and_credentials_stay(
-    machine: Machine, oci: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blobs_may_lie_elsewhere_and_credentials_stay(machine: Machine, oci: Registry, tmp_path, monkeypatch) -> None:
     write_credentials(tmp_path, oci.address)
     oci.realm = f"http://{oci.address}/token"
     made = pushed(machine, oci.address)

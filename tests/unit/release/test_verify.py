@@ -269,9 +269,7 @@ def test_files_that_contradict_the_chain(release: Path, file: str, change: Forge
     assert len(found) < 1000
 
 
-def test_a_signature_that_the_policy_accepts(
-    proved: Proved, signed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signature_that_the_policy_accepts(proved: Proved, signed, tmp_path: Path, monkeypatch) -> None:
     private = signed[1].with_suffix(".key")
     monkeypatch.setenv(KEY_VARIABLE, private.read_text())
     config = GateConfig.model_validate(LENIENT)

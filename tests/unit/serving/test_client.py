@@ -97,9 +97,7 @@ def test_the_standard_input_is_an_image_too(url: str, images: list[bytes], image
         (["--retry", "inf", "a.jpg"], "invalid-numbers"),
     ],
 )
-def test_mistakes_are_said_before_anything_is_sent(
-    arguments: list[str], code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_said_before_anything_is_sent(arguments: list[str], code: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jpg").write_bytes(b"x")
     with refuses(code):
@@ -113,9 +111,7 @@ def test_what_the_server_does_not_have(url: str, image_files: list[Path]) -> Non
         enginery("predict", "--url", url, "--model", f"{NAME}_model", image_files[0])
 
 
-def test_a_proxy_of_the_environment_is_not_asked(
-    url: str, image_files: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_proxy_of_the_environment_is_not_asked(url: str, image_files: list[Path], monkeypatch) -> None:
     proxies = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy"), "http://127.0.0.1:9")
     for name, value in {**proxies, "no_proxy": "", "NO_PROXY": ""}.items():
         monkeypatch.setenv(name, value)
@@ -244,9 +240,7 @@ def attack(running: Running, proof: Path, headers: dict[str, str]) -> int:
         return error.code
 
 
-def test_with_and_without_dynamic_batching_and_then_as_before(
-    own: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_and_without_dynamic_batching_and_then_as_before(own: Running, tmp_path: Path, monkeypatch) -> None:
     """Loading is for who has the key alone: nobody else brings code of his own or unloads a model."""
     home = own.log.parent / "home"
     monkeypatch.setenv("ENGINERY_HOME", str(home))

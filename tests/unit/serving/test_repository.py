@@ -125,9 +125,7 @@ def test_plans_that_are_stripped_or_version_compatible(on_gpu, tmp_path: Path, m
     assert "  on GPUs  tritonserver needs --backend-config=tensorrt,version-compatible=true: " in said
 
 
-def test_plans_of_another_tensorrt_are_refused_where_the_image_says_which_it_has(
-    on_gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_of_another_tensorrt_are_refused_where_the_image_says_which_it_has(on_gpu, tmp_path, monkeypatch) -> None:
     repository = write_repository(on_gpu, tmp_path / "models", RepositoryConfig())
     for name in ("TRT_VERSION", "TENSORRT_VERSION"):
         monkeypatch.delenv(name, raising=False)

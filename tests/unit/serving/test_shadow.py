@@ -322,9 +322,7 @@ def test_messages_that_no_server_sends(message: bytes, is_greeted: bool, tmp_pat
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root alone can be another account")
-def test_another_account_gets_no_images(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_another_account_gets_no_images(monkeypatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = Path("/tmp") / f"enginery-test-{os.getpid()}"
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)

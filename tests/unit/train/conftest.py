@@ -92,9 +92,7 @@ def train(tiny_dataset: Artifact[DatasetManifest], tmp_path: Path) -> Train:
 
 
 @contextmanager
-def as_rank_0_of_two(
-    monkeypatch: pytest.MonkeyPatch, command: Sequence[str], **variables: str
-) -> Iterator["subprocess.Popen[bytes]"]:
+def as_rank_0_of_two(monkeypatch, command: Sequence[str], **variables: str) -> Iterator["subprocess.Popen[bytes]"]:
     """This process is rank 0 meanwhile, in the environment that torchrun makes, and `command` is rank 1."""
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     world |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

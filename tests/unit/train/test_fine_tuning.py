@@ -244,9 +244,7 @@ def test_hostile_servers(published: Path) -> None:
     assert set(published.parent.rglob("*")) == before
 
 
-def test_torchvision_s_weights_come_from_its_server_or_torch_s_folder(
-    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchvision_s_weights_come_from_its_server_or_torch_s_folder(published: Path, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     entry = torchvision.models.SqueezeNet1_1_Weights.DEFAULT
     name, small = entry.url.rpartition("/")[2], {"architecture": "squeezenet1_1", "pretrained": "default"}

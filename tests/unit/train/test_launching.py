@@ -29,12 +29,7 @@ from tests.unit.refusals import refuses
 from .conftest import SETTINGS, Log, Train, as_rank_0_of_two, config
 
 
-def test_an_external_torchrun(
-    tiny_dataset: Artifact[DatasetManifest],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_an_external_torchrun(tiny_dataset: Artifact[DatasetManifest], tmp_path: Path, monkeypatch, capfd) -> None:
     """As on several machines: every process is the step itself. Rank 0 alone, which is this one, writes and speaks."""
     small = {**SETTINGS, "epochs": 1, "global_batch_size": 48, "architecture": "squeezenet1_1"}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(small))

@@ -197,9 +197,7 @@ def test_an_error_of_another_node_that_would_come_again_ends_the_job(
     assert cluster.stopping_s < 10  # node 0 waits for node 1, and does not stop for that
 
 
-def test_a_job_that_ends_without_a_checkpoint(
-    cluster: TrainerCluster, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_ends_without_a_checkpoint(cluster: TrainerCluster, train: Train, tmp_path, monkeypatch) -> None:
     """Its nodes did not see the heartbeat: their containers start again, and have nothing to do."""
     (tmp_path / "log").touch()
     monkeypatch.setattr(cluster, "_run", lambda spec: [Node(partial(subprocess.Popen, ["true"]), tmp_path / "log")])
@@ -245,9 +243,7 @@ def test_the_error_of_a_killed_node_has_its_last_lines(cluster: TrainerCluster, 
     assert cluster.jobs == {}
 
 
-def test_an_earlier_trys_job_goes_first(
-    cluster: TrainerCluster, train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_earlier_trys_job_goes_first(cluster: TrainerCluster, train: Train, capsys) -> None:
     cluster.is_stuck = True
     created = cluster._create
 
@@ -415,9 +411,7 @@ def test_the_pods_log_in_as_this_one_does_without_seeing_its_secrets(cluster: Tr
     assert nodes._tracking(this_pod(connect()), StepLog("train")) == [password, run_id]
 
 
-def test_silence_stops_and_a_beat_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_silence_stops_and_a_beat_does_not(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "heartbeat"
     monkeypatch.setenv(HEARTBEAT, str(file))
     with StopRequest() as stop:

@@ -112,9 +112,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(
 
 
 @pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_sigterm_while_it_starts_up(
-    tiny_dataset: Artifact[DatasetManifest], tmp_path: Path, num_processes: int
-) -> None:
+def test_sigterm_while_it_starts_up(tiny_dataset: Artifact[DatasetManifest], tmp_path, num_processes: int) -> None:
     place = Place(tmp_path / "place", tiny_dataset.path, {**SETTINGS, "num_processes": num_processes})
     process = place.start(stdout=subprocess.PIPE, ENGINERY_EVENTS="1")
     assert process.stdout is not None

@@ -203,9 +203,7 @@ def test_memory_that_runs_out_while_decoding_is_no_damaged_image(
 
 
 @pytest.mark.parametrize(("has_bf16", "dtype"), [(False, torch.float16), (True, torch.bfloat16)])
-def test_gpus_that_emulate_bf16_train_in_fp16(
-    monkeypatch: pytest.MonkeyPatch, has_bf16: bool, dtype: torch.dtype
-) -> None:
+def test_gpus_that_emulate_bf16_train_in_fp16(monkeypatch, has_bf16: bool, dtype: torch.dtype) -> None:
     def is_supported(including_emulation: bool = True) -> bool:
         return has_bf16 or including_emulation
 
@@ -363,9 +361,7 @@ def test_time_that_waits_for_a_slow_loader() -> None:
 
 
 @pytest.mark.parametrize(("powers", "total"), [((300.0, 350.0), 650.0), ((300.0, None), None)])
-def test_power_is_of_all_gpus_or_of_none(
-    monkeypatch: pytest.MonkeyPatch, powers: tuple[float | None, ...], total: float | None
-) -> None:
+def test_power_is_of_all_gpus_or_of_none(monkeypatch, powers: tuple[float | None, ...], total: float | None) -> None:
     """One of two spans was too short to tell: the other's power alone would pass for the sum."""
     meter = SpeedMeter(nn.Linear(2, 2), World(device=CPU), torch.float32, tf32=False)
     assert meter.live() == {}  # too early

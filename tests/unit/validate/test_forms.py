@@ -133,9 +133,7 @@ def card_says(card: str) -> dict[str, list[tuple[str, ...]]]:
 
 
 @pytest.fixture(scope="module", params=REPORTS)
-def written(
-    request: pytest.FixtureRequest, reports: dict[str, Report], tmp_path_factory: pytest.TempPathFactory
-) -> Written:
+def written(request, reports: dict[str, Report], tmp_path_factory: pytest.TempPathFactory) -> Written:
     report, output = reports[request.param], tmp_path_factory.mktemp("forms")
     page, card = write(report, output, drawn=request.param == "ten classes")
     return Written(report=report, page=page, card=card, values=json.loads((output / "report.json").read_bytes()))

@@ -366,9 +366,7 @@ def test_the_table_of_a_run_gives_no_number_where_there_is_none_to_rely_on(
 
 
 @pytest.mark.parametrize(("width", "verdict"), [(80, "not enough"), (None, "not enough evidence")])
-def test_the_table_of_a_run_has_all_values_at_any_width(
-    width: int | None, verdict: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_of_a_run_has_all_values_at_any_width(width: int | None, verdict: str, capsys, monkeypatch) -> None:
     """On a narrow terminal cells wrap at spaces; elsewhere there are no widths."""
     common = {"runtime": "onnxruntime", "device": "CPU", "num_images": 120, "score_pct": 91.23, "p50_ms": 123.45}
     common |= {"latency_doubt": ""}

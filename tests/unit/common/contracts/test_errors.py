@@ -59,9 +59,7 @@ def test_folder_names_do_not_move_the_cursor(tmp_path: Path, command: str) -> No
         ("preprocess", f"s3://me:{SECRET}@bucket/images"),
     ],
 )
-def test_a_secret_in_an_address_is_written_nowhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, uri: str
-) -> None:
+def test_a_secret_in_an_address_is_written_nowhere(tmp_path: Path, monkeypatch, command: str, uri: str) -> None:
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
     if command == "preprocess":
         done = run_python("-m", "components.preprocess", "--data", uri, "--output", tmp_path / "out")

@@ -91,9 +91,7 @@ def test_a_failed_step_is_shown_with_its_code(clock: Clock) -> None:
     assert unknown.endswith("s  no [network] x")
 
 
-def test_a_step_without_a_parent_prints_the_same(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_without_a_parent_prints_the_same(clock: Clock, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv(EVENTS_VARIABLE, raising=False)
     log = StepLog("export")
     for done in range(256):

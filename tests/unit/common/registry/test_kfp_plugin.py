@@ -82,9 +82,7 @@ def _fail(step: str, before: Callable[[StepRun], None]) -> None:
         raise UserError("no model 'resnet51'")
 
 
-def test_a_step_that_fails_says_why_and_leaves_the_end_to_the_plugin(
-    plugin: Plugin, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_fails_says_why_and_leaves_the_end_to_the_plugin(plugin: Plugin, monkeypatch) -> None:
     run_id = plugin.start("train", monkeypatch)
     with pytest.raises(UserError):
         _fail("train", lambda run: run.log_params({"architecture": "resnet51"}))
@@ -114,9 +112,7 @@ def runs_of(plugin: Plugin) -> tuple[Run, list[Run]]:
     return parent, sorted(steps, key=lambda run: int(run.info.start_time))
 
 
-def test_without_the_plugin_steps_share_a_run_of_their_pipeline_as_locally(
-    kfp: Plugin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_plugin_steps_share_a_run_of_their_pipeline_as_locally(kfp: Plugin, tmp_path, monkeypatch) -> None:
     with step_run("train") as own:
         own.log_params({"architecture": "resnet18"})
     parent, (train,) = runs_of(kfp)

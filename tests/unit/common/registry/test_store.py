@@ -228,9 +228,7 @@ def test_files_that_can_not_be_read(tracking: TrackingServer, name: str, value: 
         pass
 
 
-def test_files_of_a_store_whose_client_is_not_installed(
-    tracking: TrackingServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_files_of_a_store_whose_client_is_not_installed(tracking: TrackingServer, monkeypatch, tmp_path: Path) -> None:
     """Nobody is told to delete the version, or to look at credentials."""
     monkeypatch.setitem(sys.modules, "botocore", None)
     monkeypatch.setitem(sys.modules, "botocore.client", None)

@@ -51,9 +51,7 @@ def served(reference: str, target: Path, *options: object) -> Path:
 
 
 @pytest.fixture(params=["sqlite", pytest.param("server", marks=pytest.mark.slow)])
-def writer(
-    request: pytest.FixtureRequest, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Registry]:
+def writer(request: pytest.FixtureRequest, store: str, tmp_path: Path, monkeypatch) -> Iterator[Registry]:
     """An attacker with a write token, which opens all of MLflow's own API. Version 1 of m is there."""
     with ExitStack() as stack:
         uri = store
@@ -95,9 +93,7 @@ def test_a_forged_chain_and_deleted_tags(writer: Registry, checkout: Path, tmp_p
     assert not pins("prod").is_deployed
 
 
-def test_files_and_tags_of_another_model_under_the_name_of_a_champion(
-    three: str, registry: Registry, tmp_path: Path
-) -> None:
+def test_files_and_tags_of_another_model_under_the_name_of_a_champion(three: str, registry: Registry, tmp_path) -> None:
     """All three artifacts and every tag replaced by those of another model: only the log knows."""
     other = make_chain(tmp_path / "other", 99)
     version = registry.version("m", "3")
@@ -301,9 +297,7 @@ def test_an_approval_of_something_else_or_without_a_time(machine: Machine, chang
         check_statements(verdict, statement(machine, **change))
 
 
-def test_an_approval_of_another_model_or_version(
-    trusted: Machine, store: str, registry: Registry, tmp_path: Path
-) -> None:
+def test_an_approval_of_another_model_or_version(trusted: Machine, store: str, registry: Registry, tmp_path) -> None:
     """The same bundle under another name, and as the next version of m."""
     trusted.policy(environment="prod")
     for model in ("m", "other"):
@@ -475,9 +469,7 @@ DEEP = "[" * 100_000
         (lambda text: text.replace('"dsseEnvelope"', '"dsse_envelope"'), "signature-mismatch"),  # as protobuf takes it
     ],
 )
-def test_signature_files_that_are_none(
-    machine: Machine, tmp_path: Path, change: Callable[[str], str], code: str
-) -> None:
+def test_signature_files_that_are_none(machine: Machine, tmp_path, change: Callable[[str], str], code: str) -> None:
     (signed := tmp_path / "signed").mkdir()
     trust.sign_folder(signed, machine.key("ci"))
     (signed / trust.SIGNATURE).write_text(change((signed / trust.SIGNATURE).read_text()))

@@ -104,9 +104,7 @@ def test_inspect_lists_objects(chain: Chain, tmp_path: Path) -> None:
     assert fp16["runtime"] == "n/a"
 
 
-def test_a_detector_on_a_backbone_of_timm_becomes_int8(
-    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_detector_on_a_backbone_of_timm_becomes_int8(chain: Chain, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(ArithmeticSearch, "choose", lambda search: first_arithmetic(search.fp32))  # of files for CPUs
     architecture = "detection/retinanet_fpn/timm/mobilenetv3_small_050"
     torch.manual_seed(0)
