@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from components.common.contracts.manifests import Artifact, DatasetManifest, load
+from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, load
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
 
@@ -47,7 +47,9 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
-Preprocess = Callable[..., Artifact[DatasetManifest]]
+Dataset = Artifact[DatasetManifest]
+Bundle = Artifact[BundleManifest]
+Preprocess = Callable[..., Dataset]
 # `shared(name, build)`: a folder that `build(folder)` filled, once for all processes of the run. Nobody changes it.
 Shared = Callable[[str, Callable[[Path], object]], Path]
 
@@ -182,7 +184,7 @@ def run_step(data: Path | str, output: Path, **settings: Any) -> None:
         run(config, StepLog("preprocess"), output=output)
 
 
-def preprocess(data: Path | str, output: Path, **settings: Any) -> Artifact[DatasetManifest]:
+def preprocess(data: Path | str, output: Path, **settings: Any) -> Dataset:
     """As run_step, of a whole dataset."""
     run_step(data, output, **settings)
     return load(output, DatasetManifest)
@@ -195,7 +197,7 @@ def run_preprocess() -> Preprocess:
 
 
 @pytest.fixture(scope="session")
-def digits_dataset(few_digits: Path, shared: Shared) -> Artifact[DatasetManifest]:
+def digits_dataset(few_digits: Path, shared: Shared) -> Dataset:
     """The 600 digits, preprocessed: 480 to train, 120 to validate."""
     folder = shared("digits_dataset", lambda folder: preprocess(few_digits, folder / "dataset"))
     return load(folder / "dataset", DatasetManifest)

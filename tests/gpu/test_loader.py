@@ -114,7 +114,7 @@ def alike(first: Batch, second: Batch) -> bool:
 
 @pytest.mark.parametrize("hw_decoder_load", [0.0, 0.9])
 @pytest.mark.parametrize(("rank", "num_pipelines"), [(0, 1), (1, 1), (1, 2)])
-def test_a_resumed_loader_delivers_what_the_first_one_would_have(
+def test_resumed_loaders_deliver_the_rest(
     pictures: Artifact[DatasetManifest], rank: int, num_pipelines: int, hw_decoder_load: float
 ) -> None:
     options = {"shard_id": rank, "num_pipelines": num_pipelines, "hw_decoder_load": hw_decoder_load}

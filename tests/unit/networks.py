@@ -13,12 +13,12 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 from torchvision.models import VisionTransformer
 
-from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.transforms import ShapeSpec, TransformSpec
 from components.common.data.loader import Loader
+from tests.conftest import Dataset
 
 
-def digits_network(dataset: Artifact[DatasetManifest]) -> nn.Module:
+def digits_network(dataset: Dataset) -> nn.Module:
     """One that has learned some digits of 32 by 32 pixels, in evaluation mode."""
     torch.manual_seed(0)
     net = nn.Sequential(_stage(3, 8), _stage(8, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))

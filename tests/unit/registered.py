@@ -36,7 +36,6 @@ from onnx import helper
 from components.common.contracts.digests import canonical_json, digest_bytes
 from components.common.contracts.manifests import (
     MANIFEST,
-    Artifact,
     BundleManifest,
     DatasetManifest,
     ReportManifest,
@@ -70,7 +69,7 @@ from components.promote.run import run as promote
 from components.validate.config import ValidateConfig
 from enginery.cli.commands import cli
 from enginery.release.deploy import Pins, environments
-from tests.conftest import Shared
+from tests.conftest import Dataset, Shared
 from tests.processes import ROOT
 from tests.unit.measurements import accuracy_report, benchmark_row, engine_entry
 from tests.unit.refusals import refuses as refuses
@@ -136,7 +135,7 @@ def make_chain(
     *,
     split: str = "",
     passed: bool = True,
-    data: Artifact[DatasetManifest] | None = None,
+    data: Dataset | None = None,
     favourite: int | None = None,
     planned: tuple[str, ...] = (),
     measured: Mapping[str, str] | None = None,

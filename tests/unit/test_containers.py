@@ -251,9 +251,7 @@ def test_inputs_are_mounted_to_be_read_only(containers: Callable[..., Containers
 
 
 @pytest.mark.parametrize("is_removed", [False, True])
-def test_success_needs_all_manifests(
-    containers: Callable[..., Containers], file: PipelineFile, is_removed: bool
-) -> None:
+def test_success_needs_manifests(containers: Callable[..., Containers], file: PipelineFile, is_removed: bool) -> None:
     made = containers()
     outputs = [made.run_directory / "artifacts/resnet50-now" / task / "output" for task in TASKS]
     for output in outputs:

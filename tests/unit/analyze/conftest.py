@@ -18,7 +18,7 @@ from components.analyze.run import analyze
 from components.common.contracts.manifests import AnalysisManifest, Artifact, BundleManifest, load
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
-from tests.conftest import Shared
+from tests.conftest import Bundle, Shared
 from tests.steps import step
 from tests.unit.conftest import Proved
 from tests.unit.shapes import Chain
@@ -50,12 +50,12 @@ def write_video(path: Path, frames: list[np.ndarray], codec: str = "libx264", **
 
 
 @pytest.fixture(scope="session")
-def bundle(proved: Proved) -> Artifact[BundleManifest]:
+def bundle(proved: Proved) -> Bundle:
     return load(proved.folder / "bundle", BundleManifest)
 
 
 @pytest.fixture(scope="session")
-def detector(detection_chain: Chain, shared: Shared) -> Artifact[BundleManifest]:
+def detector(detection_chain: Chain, shared: Shared) -> Bundle:
     """Trained for seconds, and made surer, so that it finds something."""
 
     def build(folder: Path) -> None:
@@ -76,7 +76,7 @@ def detector(detection_chain: Chain, shared: Shared) -> Artifact[BundleManifest]
 
 
 @pytest.fixture(scope="session")
-def segmenter(segmentation_chain: Chain) -> Artifact[BundleManifest]:
+def segmenter(segmentation_chain: Chain) -> Bundle:
     return load(segmentation_chain.bundle, BundleManifest)
 
 
@@ -84,10 +84,8 @@ Analyze = Callable[..., Artifact[AnalysisManifest]]
 
 
 @pytest.fixture
-def run_analysis(bundle: Artifact[BundleManifest], tmp_path: Path) -> Analyze:
-    def run(
-        *sources: Path | str, model: Artifact[BundleManifest] = bundle, **settings: Any
-    ) -> Artifact[AnalysisManifest]:
+def run_analysis(bundle: Bundle, tmp_path: Path) -> Analyze:
+    def run(*sources: Path | str, model: Bundle = bundle, **settings: Any) -> Artifact[AnalysisManifest]:
         config = resolve(AnalyzeConfig, "analyze", {"sources": [str(source) for source in sources], **settings})
         return analyze(config, model, tmp_path / "analysis", StepLog("analyze"))
 

@@ -55,6 +55,7 @@ from components.common.process.steplog import StepLog
 from components.common.tasks.answers import Answers, answers_of
 from components.promote.pyfunc import BundleModel
 from enginery.cli.video import video as video_command
+from tests.conftest import Bundle
 from tests.processes import ROOT, start_python
 from tests.unit.analyze.conftest import PER_DIGIT, SHOWN, Analyze, digit_frames, lines, write_video
 from tests.unit.analyze.rtsp import RtspServer
@@ -63,7 +64,7 @@ from tests.unit.shapes import Chain
 from tests.waiting import wait_until
 
 
-def test_frames_are_answered_together_as_one_by_one(bundle: Artifact[BundleManifest]) -> None:
+def test_frames_are_answered_together_as_one_by_one(bundle: Bundle) -> None:
     answers = FrameAnswers(bundle.manifest, AnalyzeConfig(sources=("a.mp4",), top_k=2))
     outputs = np.random.default_rng(0).normal(size=(4, len(bundle.manifest.classes))).astype(np.float32)
     outputs[1] = np.exp(outputs[1]) / np.exp(outputs[1]).sum()  # of a softmax already
@@ -84,13 +85,8 @@ def test_frames_are_answered_together_as_one_by_one(bundle: Artifact[BundleManif
         ("d.mp4", "libsvtav1", (96, 128)),
     ],
 )
-def test_frames_get_the_labels_of_the_same_frames_as_images(
-    run_analysis: Analyze,
-    bundle: Artifact[BundleManifest],
-    tmp_path: Path,
-    name: str,
-    codec: str,
-    size: tuple[int, int],
+def test_labels_of_frames_are_those_of_images(
+    run_analysis: Analyze, bundle: Bundle, tmp_path: Path, name: str, codec: str, size: tuple[int, int]
 ) -> None:
     video = write_video(tmp_path / name, digit_frames(size), codec)
     analysis = run_analysis(video)
@@ -109,10 +105,10 @@ def test_frames_get_the_labels_of_the_same_frames_as_images(
 
 
 @pytest.mark.parametrize("model", ["detector", "segmenter"])
-def test_boxes_and_masks_of_frames_are_those_of_the_same_frames_as_images(
+def test_boxes_and_masks_of_frames_are_those_of_images(
     run_analysis: Analyze, request: pytest.FixtureRequest, detection_chain: Chain, tmp_path: Path, model: str
 ) -> None:
-    bundle: Artifact[BundleManifest] = request.getfixturevalue(model)
+    bundle: Bundle = request.getfixturevalue(model)
     images = sorted((detection_chain.data / "val" / "images").iterdir())[:10]
     frames = [np.asarray(Image.open(image).convert("RGB").resize((192, 144))) for image in images for _ in range(4)]
     video = write_video(tmp_path / "shapes.mp4", frames, crf="12")
@@ -341,10 +337,7 @@ def test_a_pipe_that_is_silent_is_left_in_time(run_analysis: Analyze, tmp_path: 
     threading.Timer(20.0, os.close, [held_open]).start()
     analysis = run_analysis(video, tmp_path / "pipe", max_seconds=1.0)
     assert time.monotonic() - began < 15
-    assert [(stream.num_labelled, stream.problem) for stream in analysis.manifest.streams] == [
-        (4, ""),
-        (0, NO_FRAME),
-    ]
+    assert [(stream.num_labelled, stream.problem) for stream in analysis.manifest.streams] == [(4, ""), (0, NO_FRAME)]
     ended = [line["stream"] for line in lines(analysis, "events.jsonl") if line["event"] == "ended"]
     assert ended == ["a.mp4", "pipe"]
 
@@ -435,15 +428,13 @@ def test_a_consumer_that_is_too_slow_drops_frames_and_stays_near_now(run_analysi
     assert stream.latency_p99_ms < 1500  # two that wait, one that is under way, on a busy machine
 
 
-def start(
-    bundle: Artifact[BundleManifest], folder: Path, *options: str, sources: Sequence[str], **pipes: Any
-) -> "subprocess.Popen[str]":
+def start(bundle: Bundle, folder: Path, *options: str, sources: Sequence[str], **pipes: Any) -> "subprocess.Popen[str]":
     """The step in a process of its own, into `analysis` of a folder."""
     words = ("--bundle", bundle.path, *options, "--output", folder / "analysis", "--sources", json.dumps(sources))
     return start_python("-m", "components.analyze", *words, **pipes)
 
 
-def test_signals_to_the_group_reach_no_process_that_starts(bundle: Artifact[BundleManifest], tmp_path: Path) -> None:
+def test_signals_to_the_group_reach_no_process_that_starts(bundle: Bundle, tmp_path: Path) -> None:
     write_video(tmp_path / "a.mp4", digit_frames())
     write_video(tmp_path / "b.mp4", digit_frames())
     process = start(bundle, tmp_path, "--num-processes", "2", sources=[str(tmp_path)], start_new_session=True)
@@ -470,7 +461,7 @@ def test_events_of_a_process_are_told_at_once() -> None:
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_ctrl_c_ends_with_whole_files(bundle: Artifact[BundleManifest], tmp_path: Path, num_processes: int) -> None:
+def test_ctrl_c_ends_with_whole_files(bundle: Bundle, tmp_path: Path, num_processes: int) -> None:
     output = tmp_path / "analysis"
     with RtspServer(digit_frames()) as server, RtspServer(digit_frames()) as other:
         options = ("--annotate", "true", "--num-processes", str(num_processes))
@@ -518,7 +509,7 @@ def test_several_processes_find_what_one_finds(run_analysis: Analyze, tmp_path: 
     assert pages[0] == pages[1]
 
 
-def test_nothing_is_read_until_all_processes_are_ready(bundle: Artifact[BundleManifest], tmp_path: Path) -> None:
+def test_nothing_is_read_until_all_processes_are_ready(bundle: Bundle, tmp_path: Path) -> None:
     write_video(tmp_path / "a.mp4", digit_frames())
     said: list[str] = []
     before: list[str] = []
@@ -550,7 +541,7 @@ def test_a_process_that_is_killed_is_named(run_analysis: Analyze, tmp_path: Path
     assert not multiprocessing.active_children()
 
 
-def test_ctrl_c_ends_a_pipe_that_is_silent(bundle: Artifact[BundleManifest], tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_pipe_that_is_silent(bundle: Bundle, tmp_path: Path) -> None:
     process = start(bundle, tmp_path, sources=["-"], stdin=subprocess.PIPE)
     wait_until((tmp_path / "analysis" / "events.jsonl").exists, process=process)
     time.sleep(0.5)
@@ -615,7 +606,7 @@ def test_nvdec_is_missing_here(run_analysis: Analyze, tmp_path: Path) -> None:
     assert "libnvcuvid" in str(refused.value)
 
 
-def test_the_command_reads_the_standard_input(bundle: Artifact[BundleManifest], tmp_path: Path) -> None:
+def test_the_command_reads_the_standard_input(bundle: Bundle, tmp_path: Path) -> None:
     video = write_video(tmp_path / "a.mkv", digit_frames())
     words = ("-m", "enginery.cli.main", "video", "-", "--model", bundle.path, "--out", tmp_path / "out")
     variables = {"ENGINERY_HOME": str(tmp_path / "home")}
@@ -672,7 +663,7 @@ def test_frames_of_many_short_files_wait_no_more_than_those_of_long_ones(tmp_pat
         assert taken == 12 * 4
 
 
-def test_the_kfp_component_keeps_a_record_in_mlflow(bundle: Artifact[BundleManifest], tmp_path, store: str) -> None:
+def test_the_kfp_component_keeps_a_record_in_mlflow(bundle: Bundle, tmp_path, store: str) -> None:
     video = write_video(tmp_path / "a.mp4", digit_frames(per_digit=1))
     given, written = SimpleNamespace(path=str(bundle.path)), SimpleNamespace(path=str(tmp_path / "analysis"))
     component.analyze.python_func(bundle=given, sources=[str(video)], settings={"every": 2}, analysis=written)
@@ -683,9 +674,7 @@ def test_the_kfp_component_keeps_a_record_in_mlflow(bundle: Artifact[BundleManif
     assert {file.path for file in client.list_artifacts(record.info.run_id)} >= {"index.html", "events.jsonl"}
 
 
-def test_the_command_ends_with_2_where_a_video_could_not_be_read(
-    bundle: Artifact[BundleManifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_ends_with_2_where_a_video_could_not_be_read(bundle: Bundle, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
     good = write_video(tmp_path / "good.mp4", digit_frames(per_digit=1))
     (tmp_path / "bad.mp4").write_text("no video")
@@ -697,9 +686,7 @@ def test_the_command_ends_with_2_where_a_video_could_not_be_read(
         CliRunner().invoke(video_command, [*arguments[1:4], "--out", str(tmp_path / "none")], catch_exceptions=False)
 
 
-def test_files_that_were_not_reached_in_time_are_no_fault(
-    bundle: Artifact[BundleManifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_were_not_reached_in_time_are_no_fault(bundle: Bundle, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("components.analyze.labelling.num_readers", lambda _: 1)
     files = [str(write_video(tmp_path / f"{name}.mp4", digit_frames(per_digit=1))) for name in "ab"]
@@ -749,7 +736,7 @@ def test_planes_of_gpus_become_the_colours_of_ffmpeg(pixel_format: str, space: i
 
 
 @pytest.mark.parametrize(("size", "options"), [("12k", ()), ("4k", ("--annotate",))])
-def test_a_full_disk_is_named(bundle: Artifact[BundleManifest], tmp_path, size: str, options: tuple[str, ...]) -> None:
+def test_a_full_disk_is_named(bundle: Bundle, tmp_path, size: str, options: tuple[str, ...]) -> None:
     video = write_video(tmp_path / "a.mp4", digit_frames(per_digit=20))
     script = f'mount -t tmpfs -o size={size} none /mnt && exec "$@"'
     prefix = ("unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh")

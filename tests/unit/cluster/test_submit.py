@@ -197,9 +197,7 @@ def test_a_token_from_a_file_is_read_again_for_each_request(cluster: Cluster, su
         (["CANCELING", "CANCELED"], 1, ["canceling", "canceled"]),
     ],
 )
-def test_wait_follows_to_the_end(
-    cluster: Cluster, submit: Submit, states: list[str], code: int, shown: list[str]
-) -> None:
+def test_wait_sees_the_end(cluster: Cluster, submit: Submit, states: list[str], code: int, shown: list[str]) -> None:
     cluster.states, cluster.error, cluster.lose = states, "task gate failed", 1
     done = submit(cluster.endpoint, *FOLLOWED)
     assert done.exit_code == code
@@ -229,9 +227,7 @@ def test_wait_shows_the_steps_and_counts_parts(cluster: Cluster, submit: Submit)
     ("tasks", "code"),
     [([("validate", "SUCCEEDED"), ("gate", "FAILED")], 3), ([("validate", "FAILED"), ("gate", "SKIPPED")], 1)],
 )
-def test_a_failed_gate_has_its_own_exit_code(
-    cluster: Cluster, submit: Submit, tasks: list[tuple[str, str]], code: int
-) -> None:
+def test_exit_codes_of_failed_gates(cluster: Cluster, submit: Submit, tasks: list[tuple[str, str]], code: int) -> None:
     cluster.states, cluster.tasks = ["RUNNING", "FAILED"], [[("gate", "RUNNING")], tasks]
     assert submit(cluster.endpoint, "--no-logs", watch=RUN_ID).exit_code == code
 

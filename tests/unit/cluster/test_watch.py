@@ -164,9 +164,7 @@ def test_a_pod_that_the_cluster_ended_is_explained_once(pods: Pods, logs: PodLog
     ]
 
 
-def test_a_cluster_that_refuses_or_is_not_there_costs_one_line(
-    pods: Pods, logs: PodLogs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cluster_that_does_not_answer_costs_a_line(pods: Pods, logs: PodLogs, tmp_path, monkeypatch, capsys) -> None:
     pods.status = 403
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
     for asked in (logs, PodLogs(NAMESPACE, RUN_ID, core_api)):

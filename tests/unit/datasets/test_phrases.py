@@ -38,11 +38,7 @@ NUMBERS = [
     (640_511, "six hundred and forty thousand five hundred and eleven", "sechshundertvierzigtausendfünfhundertelf"),
     (1_000_000, "one million", "eine Million"),
     (1_000_001, "one million and one", "eine Million eins"),
-    (
-        7_021_300,
-        "seven million twenty-one thousand three hundred",
-        "sieben Millionen einundzwanzigtausenddreihundert",
-    ),
+    (7_021_300, "seven million twenty-one thousand three hundred", "sieben Millionen einundzwanzigtausenddreihundert"),
 ]
 ORDINALS = [
     (1, "first", "erste"),

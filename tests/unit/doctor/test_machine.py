@@ -78,9 +78,7 @@ def test_json_has_every_check_and_a_fix_for_each_one_not_ok(report: dict[str, An
     assert report["checks"][-1]["found"].startswith(needs)
 
 
-def test_the_table_ends_with_what_runs_and_has_one_line_on_a_gpu_that_is_not_there(
-    report: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_ends_with_what_runs_and_has_one_line_on_no_gpu(report: dict[str, Any], monkeypatch) -> None:
     command = importlib.import_module("enginery.cli.doctor")
     checks = Diagnosis.model_validate(report).checks
     gpu = gpu_checks(NO_GPU)
@@ -133,9 +131,7 @@ def test_a_library_that_crashes_or_hangs_takes_only_its_probe_down(tmp_path: Pat
         ({"memory/pods/one/memory.limit_in_bytes": "9223372036854771712"}, None, None),
     ],
 )
-def test_limits_of_control_groups_of_both_versions(
-    tmp_path: Path, files: dict[str, str], cpus: float | None, limit_bytes: int | None
-) -> None:
+def test_limits_of_control_groups(tmp_path, files: dict[str, str], cpus: float | None, limit_bytes: int | None) -> None:
     own, root = tmp_path / "cgroup", tmp_path / "fs"
     own.write_text("4:memory:/pods/one\n2:cpu,cpuacct:/pods/one\n1:name=systemd:/\n0::/pods/one\n")
     for name, text in files.items():

@@ -9,15 +9,7 @@ import torch
 from pydantic import ConfigDict
 
 from components.common.contracts.errors import EngineryError, UserError
-from components.common.contracts.manifests import (
-    ALL_FILES,
-    MANIFEST,
-    Artifact,
-    BundleManifest,
-    DatasetManifest,
-    load,
-    seal,
-)
+from components.common.contracts.manifests import ALL_FILES, MANIFEST, BundleManifest, load, seal
 from components.common.contracts.records import CalibrationEntry, CpuModel, EngineEntry, EngineLayers
 from components.common.contracts.transforms import ShapeSpec, transform_for
 from components.common.process.steplog import StepLog
@@ -28,6 +20,7 @@ from components.export.config import ExportConfig
 from components.export.inspection import UnreadableLayers
 from components.export.onnx_export import export_onnx
 from components.export.run import run
+from tests.conftest import Bundle, Dataset
 from tests.unit.measurements import engine_entry
 from tests.unit.refusals import refuses
 
@@ -44,7 +37,7 @@ def layers_of(plan: Path, num_int8: int) -> EngineLayers:
 
 
 @pytest.fixture
-def original(tmp_path: Path, digits_dataset: Artifact[DatasetManifest]) -> Artifact[BundleManifest]:
+def original(tmp_path: Path, digits_dataset: Dataset) -> Bundle:
     """A bundle with a plan for another GPU."""
     folder = tmp_path / "original"
     folder.mkdir()
@@ -70,7 +63,7 @@ def original(tmp_path: Path, digits_dataset: Artifact[DatasetManifest]) -> Artif
     )
 
 
-def sealed_again(bundle: Artifact[BundleManifest], config: ExportConfig | None = None, **changes: Any) -> Path:
+def sealed_again(bundle: Bundle, config: ExportConfig | None = None, **changes: Any) -> Path:
     """The bundle with another manifest."""
     (bundle.path / MANIFEST).unlink()
     left_out = {"schema_version", "seal", "kind", "files", "config", "environment"}
@@ -201,12 +194,12 @@ def test_settings_of_another_version_stay(original, export, tmp_path):
     assert (config["seed"], config["optimization_level"]) == (7, 4)
 
 
-def without_scales(bundle: Artifact[BundleManifest]) -> Path:
+def without_scales(bundle: Bundle) -> Path:
     bundle.file("scales.json").unlink()
     return sealed_again(bundle)
 
 
-def damaged(bundle: Artifact[BundleManifest]) -> Path:
+def damaged(bundle: Bundle) -> Path:
     bundle.file("int8.onnx").write_bytes(b"int8.onnx of the Original")
     return bundle.path
 

@@ -94,7 +94,7 @@ WOULD_TELL = "validation images would tell"
         (5, 0, 1000, 0.5, OPEN, "more images hardly tell, since the drop seen is as large as what is allowed"),
     ],
 )
-def test_a_drop_is_proved_or_open(
+def test_drops_are_proved_or_open(
     lost: int, gained: int, num_images: int, allowed: float, verdict: str, said: str
 ) -> None:
     accuracy = accuracy_report(compared_row(lost, gained, num_images=num_images))
@@ -114,9 +114,7 @@ def test_a_drop_is_proved_or_open(
         (0.5, 0.4, 0.5, OPEN, "more images hardly tell"),
     ],
 )
-def test_a_drop_of_a_score_that_is_no_share_of_images(
-    drop: float, std: float, allowed: float, verdict: str, said: str
-) -> None:
+def test_drops_of_scores_that_are_no_shares(drop: float, std: float, allowed: float, verdict: str, said: str) -> None:
     accuracy = accuracy_report(scored_row(drop, std), task="segmentation")
     found = check("drop_points", accuracy, max_drop_points=allowed)
     assert found.verdict == verdict

@@ -49,8 +49,7 @@ def judged(source: Path, **settings: Any) -> tuple[str, VerdictManifest]:
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "how"),
-    [(3, "7-bit weights, unsigned activations"), (0, "no layer in INT8, all compute in FP32")],
+    ("num_layers", "how"), [(3, "7-bit weights, unsigned activations"), (0, "no layer in INT8, all compute in FP32")]
 )
 def test_a_pass_says_what_was_measured_and_how_int8_ran(tmp_path: Path, monkeypatch, num_layers: int, how: str) -> None:
     model = CpuModel(file="int8_cpu_7bit.onnx", weight_bits=7, activations="unsigned", saturates_on=())

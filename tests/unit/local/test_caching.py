@@ -207,7 +207,7 @@ def finish(cached: Cached, digits_dataset: Artifact[DatasetManifest], tmp_path: 
     return finished
 
 
-def test_the_newest_is_reused_and_an_older_one_when_it_is_gone(
+def test_the_newest_that_is_there_is_reused(
     cached: Cached, finish: Finish, digits_dataset: Artifact[DatasetManifest], tmp_path: Path
 ) -> None:
     old, new = finish("resnet50-1"), finish("resnet50-2")
@@ -225,7 +225,7 @@ def test_the_newest_is_reused_and_an_older_one_when_it_is_gone(
 
 
 @pytest.mark.parametrize("damage", ["no manifest", "short file", "gone", "another"])
-def test_damaged_artifacts_run_again(
+def test_damaged_ones_run_again(
     cached: Cached, finish: Finish, run_preprocess: Any, few_digits: Path, damage: str
 ) -> None:
     artifact = finish()

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.transforms import TransformSpec
 from components.preprocess.sources import Source, Unreadable, find_samples
+from tests.conftest import Dataset
 
 SHARD_BYTES = 1_000_000  # the fewest there may be
 MODES = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz", ".tar.bz2": "w:bz2", ".tar.xz": "w:xz"}
@@ -42,11 +42,11 @@ def plain(size: int) -> TransformSpec:
     return TransformSpec(resize_size=size, crop_size=size, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 1 / 255))
 
 
-def listing(dataset: Artifact[DatasetManifest], split: str) -> list[dict[str, Any]]:
+def listing(dataset: Dataset, split: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in dataset.file(f"{split}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def every_path(dataset: Artifact[DatasetManifest]) -> set[str]:
+def every_path(dataset: Dataset) -> set[str]:
     return {entry["path"] for split in ("train", "val") for entry in listing(dataset, split)}
 
 

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.preprocess.sources import folders
 from components.preprocess.sources.json_stream import json_arrays
-from tests.conftest import preprocess
+from tests.conftest import Dataset, preprocess
 from tests.steps import step
 from tests.unit.refusals import refuses
 
@@ -99,17 +98,17 @@ def write_yolo(root: Path) -> None:
     (root / "data.yaml").write_text("train: images/train\nnames: {0: cat, 1: dog}\n", encoding="utf-8")
 
 
-def packed(data: Path, output: Path, **settings: Any) -> Artifact[DatasetManifest]:
+def packed(data: Path, output: Path, **settings: Any) -> Dataset:
     return preprocess(data, output, **{"task": "detection", "near_duplicates": "keep", **settings})
 
 
-def objects(dataset: Artifact[DatasetManifest]) -> dict[str, list[list[float]]]:
+def objects(dataset: Dataset) -> dict[str, list[list[float]]]:
     return {
         Path(entry["path"]).stem: entry["objects"] for split in ("train", "val") for entry in listing(dataset, split)
     }
 
 
-def problems(dataset: Artifact[DatasetManifest]) -> list[tuple[str, str, bool]]:
+def problems(dataset: Dataset) -> list[tuple[str, str, bool]]:
     lines = dataset.file("rejected_annotations.jsonl").read_text(encoding="utf-8").splitlines()
     return [(Path(e["path"]).stem, e["reason"].partition(":")[0], e["kept"]) for e in map(json.loads, lines)]
 

@@ -95,7 +95,7 @@ def test_contradicting_labels(other: str, also: str) -> None:
         (list(range(8)), [8], "leak", {("val", "8"), ("train", "cat")}),
     ],
 )
-def test_examples_show_each_split_and_label(
+def test_examples_of_splits_and_labels(
     train: list[int], val: list[int], kind: str, shown: set[tuple[str, str]]
 ) -> None:
     classes = (*CLASSES, *map(str, range(3, 9)))

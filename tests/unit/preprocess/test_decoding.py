@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.transforms import Augmentation
 from components.common.data.dali_pipelines import ImageBatches, load_image
 from components.common.data.image_files import rgb, upright_size
@@ -20,7 +19,7 @@ from components.common.data.read_alike import Rejected, as_png, check_encoded, d
 from components.common.runtimes.runner import to_numpy
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.decoding import shrink
-from tests.conftest import preprocess
+from tests.conftest import Dataset, preprocess
 from tests.processes import ROOT, run_python
 from tests.unit.refusals import refuses
 
@@ -159,7 +158,7 @@ BECOME_PNG = {name for name in GOOD if name.endswith((".bmp", ".tif", ".tiff"))}
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Artifact[DatasetManifest]]:
+def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Dataset]:
     """One image in every form that is accepted; the class tells the form."""
     root = tmp_path_factory.mktemp("good")
     for name, data in GOOD.items():
@@ -178,9 +177,7 @@ def upright(opened: Image.Image) -> Image.Image:
     return turned.convert("RGB")
 
 
-def test_every_form_is_packed_and_decoded_to_the_pixels_that_were_checked(
-    good: tuple[Path, Artifact[DatasetManifest]],
-) -> None:
+def test_every_form_is_packed_and_decoded_to_the_pixels_that_were_checked(good: tuple[Path, Dataset]) -> None:
     folder, dataset = good
     entries = listing(dataset, "val")
     assert rejected(dataset.path) == {}

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.common.contracts.manifests import ALL_FILES, Artifact, DatasetManifest, load
+from components.common.contracts.manifests import ALL_FILES, DatasetManifest, load
 from enginery.datasets.shapes import CLASSES as SHAPES
 from enginery.datasets.shapes import write_shapes
-from tests.conftest import preprocess, run_step
+from tests.conftest import Dataset, preprocess, run_step
 from tests.steps import step
 from tests.unit.refusals import refuses
 
@@ -48,11 +48,11 @@ def write_masks(root: Path) -> Path:
     return root
 
 
-def packed(data: Path, output: Path, **settings: Any) -> Artifact[DatasetManifest]:
+def packed(data: Path, output: Path, **settings: Any) -> Dataset:
     return preprocess(data, output, **{"task": "segmentation", "near_duplicates": "keep", **settings})
 
 
-def masks(dataset: Artifact[DatasetManifest]) -> dict[str, np.ndarray]:
+def masks(dataset: Dataset) -> dict[str, np.ndarray]:
     """Packed masks by the names of their images."""
     found = {}
     for split, info in dataset.manifest.splits.items():

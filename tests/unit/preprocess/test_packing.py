@@ -11,12 +11,11 @@ import pytest
 from PIL import Image
 from wds2idx import IndexCreator
 
-from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.dataset.shards import TarWriter
 from components.preprocess.decoding import PixelSums
 from components.preprocess.packing import plan_shards, stratified
 from components.preprocess.sources import Sample
-from tests.conftest import preprocess
+from tests.conftest import Dataset, preprocess
 from tests.unit.refusals import refuses
 
 from .builders import SHARD_BYTES, every_path, find, gradient, listing, member, paths, write_tar, write_tree
@@ -26,7 +25,7 @@ def samples(sizes: list[int]) -> list[Sample]:
     return [Sample(path=str(index), label=0, size_bytes=size) for index, size in enumerate(sizes)]
 
 
-def packed(dataset: Artifact[DatasetManifest], split: str) -> list[tuple[str, bytes, float]]:
+def packed(dataset: Dataset, split: str) -> list[tuple[str, bytes, float]]:
     """Name, content and time of each member of a split's shards."""
     members = []
     for shard in dataset.manifest.splits[split].shards:  # type: ignore[index]
@@ -45,9 +44,7 @@ def test_the_same_bytes_for_any_number_of_workers(all_digits: Path, tmp_path: Pa
         assert entry.digest == f"sha256:{hashlib.sha256(one.file(name).read_bytes()).hexdigest()}"
 
 
-def test_shards_hold_the_files_unchanged_in_the_order_of_the_listing(
-    few_digits: Path, digits_dataset: Artifact[DatasetManifest]
-) -> None:
+def test_shards_hold_the_files_unchanged_in_the_order_of_the_listing(few_digits: Path, digits_dataset: Dataset) -> None:
     entries, members = listing(digits_dataset, "train"), packed(digits_dataset, "train")
     assert len(entries) == digits_dataset.manifest.splits["train"].num_images == 480
     for entry, image, label in zip(entries, members[::2], members[1::2], strict=True):

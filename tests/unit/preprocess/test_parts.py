@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from components.common.contracts.manifests import ALL_FILES, Artifact, DatasetManifest, DatasetPartManifest, load
+from components.common.contracts.manifests import ALL_FILES, DatasetManifest, DatasetPartManifest, load
 from components.common.contracts.settings import resolve
 from components.merge.config import MergeConfig
-from tests.conftest import preprocess, run_step
+from tests.conftest import Dataset, preprocess, run_step
 from tests.steps import step
 from tests.unit.refusals import refuses
 from tests.unit.registered import replace_file, reseal
@@ -23,7 +23,7 @@ def pack(data: Path, output: Path, part: str, **settings: Any) -> Path:
     return load(output, DatasetPartManifest, verify=ALL_FILES).path
 
 
-def join(parts: list[Path], output: Path, **settings: Any) -> Artifact[DatasetManifest]:
+def join(parts: list[Path], output: Path, **settings: Any) -> Dataset:
     step("merge", output, {"parts": [*map(str, parts)], **settings})
     return load(output, DatasetManifest, verify=ALL_FILES)
 

@@ -85,9 +85,7 @@ def test_class_names_file_orders_the_labels_of_a_table(tmp_path: Path) -> None:
         (["02", "2", "1"], ("1", "02", "2")),
     ],
 )
-def test_integer_labels_are_in_the_order_of_their_values(
-    tmp_path: Path, suffix: str, labels: list[Any], expected: tuple[str, ...]
-) -> None:
+def test_integer_labels_are_in_order(tmp_path: Path, suffix: str, labels: list[Any], expected: tuple[str, ...]) -> None:
     rows = [(f"a/{index:03d}.png", labels[index // 2]) for index in range(2 * len(labels))]
     assert find(write(tmp_path / f"t{suffix}", ("path", "label"), rows)).classes == expected
 
@@ -121,9 +119,7 @@ GOOD: Rows = (("a/0.png", "a", "train"), ("b/0.png", "b", "train"), ("a/1.png", 
         (HEADER[:2], (("a/0.png", "a"), ("a/1.png", "a"), ("b/0.png", "b")), "too-few-images", "'b' has 1 file"),
     ],
 )
-def test_tables_that_cannot_be_used(
-    tmp_path: Path, suffix: str, header: Sequence[str], rows: Rows, code: str, message: str
-) -> None:
+def test_unusable_tables(tmp_path, suffix: str, header: Sequence[str], rows: Rows, code: str, message: str) -> None:
     with refuses(code, says=message):
         find(write(tmp_path / f"t{suffix}", header, rows))
 

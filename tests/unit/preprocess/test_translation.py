@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from components.common.contracts.digests import digest_file
-from components.common.contracts.manifests import Artifact, DatasetManifest, load
+from components.common.contracts.manifests import DatasetManifest, load
 from components.common.tasks.translation.batches import SentenceLoader
 from components.common.tasks.translation.vocabulary import Vocabulary
 from components.preprocess.sources import check_data_folder
 from components.preprocess.sources.parallel_text import MAX_LINE_BYTES, find_texts
 from enginery.datasets.phrases import phrase_pair, write_phrases
+from tests.conftest import Dataset
 from tests.processes import run_python
 from tests.steps import step
 from tests.unit.refusals import refuses
@@ -40,17 +41,17 @@ def tsv(pairs: list[tuple[str, str]]) -> bytes:
     return "".join(f"{source}\t{target}\n" for source, target in pairs).encode()
 
 
-def packed(data: Path, output: Path, **settings: Any) -> Artifact[DatasetManifest]:
+def packed(data: Path, output: Path, **settings: Any) -> Dataset:
     step("preprocess", output, {"data": str(data), "task": "translation", "max_bad_fraction": 1.0, **settings})
     return load(output, DatasetManifest, verify=("",))
 
 
-def of_split(dataset: Artifact[DatasetManifest], split: str) -> list[tuple[str, str]]:
+def of_split(dataset: Dataset, split: str) -> list[tuple[str, str]]:
     lines = dataset.file(f"{split}.tsv").read_text(encoding="utf-8").removesuffix("\n").split("\n")
     return [tuple(line.split("\t")) for line in lines]  # type: ignore[misc]
 
 
-def everything(dataset: Artifact[DatasetManifest]) -> list[tuple[str, str]]:
+def everything(dataset: Dataset) -> list[tuple[str, str]]:
     return sorted(of_split(dataset, "train") + of_split(dataset, "val"))
 
 
@@ -59,13 +60,13 @@ def rejected(output: Path) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Artifact[DatasetManifest]:
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     folder = tmp_path_factory.mktemp("text")
     write_phrases(folder / "data", num_pairs=2000)
     return packed(folder / "data", folder / "dataset", vocabulary_size=500)
 
 
-def test_a_dataset_of_phrases(dataset: Artifact[DatasetManifest]) -> None:
+def test_a_dataset_of_phrases(dataset: Dataset) -> None:
     manifest = dataset.manifest
     train, val = of_split(dataset, "train"), of_split(dataset, "val")
     assert (len(train), len(val)) == (1600, 400)
@@ -86,7 +87,7 @@ def test_a_dataset_of_phrases(dataset: Artifact[DatasetManifest]) -> None:
     assert len(batches) == 16
 
 
-def test_the_card(dataset: Artifact[DatasetManifest]) -> None:
+def test_the_card(dataset: Dataset) -> None:
     page = dataset.file("data_card.html").read_text(encoding="utf-8")
     assert "<strong>1,600</strong> training pairs" in page
     assert "<strong>400</strong> validation pairs" in page

@@ -12,20 +12,14 @@ import pytest
 
 from components.common.contracts.environment import environment
 from components.common.contracts.errors import EngineryError
-from components.common.contracts.manifests import (
-    Artifact,
-    ChampionComparison,
-    DatasetManifest,
-    PromotionManifest,
-    ReportManifest,
-    load,
-)
+from components.common.contracts.manifests import ChampionComparison, PromotionManifest, ReportManifest, load
 from components.common.contracts.records import TrainingRecord, measures
 from components.common.contracts.settings import flatten, resolve
 from components.common.registry.audit_log import AuditLog, champions, expected_aliases
 from components.common.registry.model_registry import Registry
 from components.common.registry.version_evaluation import load_evaluation
 from components.promote.config import PromoteConfig
+from tests.conftest import Dataset
 from tests.steps import step
 from tests.unit.registered import (
     CHANGED,
@@ -111,9 +105,7 @@ def test_no_worse_one_becomes_champion(
         assert (paired.num_regressed, paired.num_improved, paired.mcnemar_p) == (1, 0, 1.0)
 
 
-def test_a_change_in_the_ui_is_undone_where_the_log_has_named_the_alias(
-    three: str, registry: Registry, tmp_path: Path
-) -> None:
+def test_changes_in_the_ui_of_logged_aliases_are_undone(three: str, registry: Registry, tmp_path: Path) -> None:
     registry.client.set_registered_model_alias("m", "champion", "1")
     registry.client.set_registered_model_alias("m", "staging", "2")
     make_and_promote(three, tmp_path, "d-055")  # better than version 1, and compared with version 3
@@ -179,12 +171,7 @@ def test_a_model_that_was_deleted_and_made_again(three: str, registry: Registry,
 
 @pytest.mark.parametrize(("reported", "becomes"), [(10.0, True), (9.0, False)])
 def test_the_number_of_now_counts(
-    store: str,
-    registry: Registry,
-    tmp_path: Path,
-    digits_dataset: Artifact[DatasetManifest],
-    reported: float,
-    becomes: bool,
+    store: str, registry: Registry, tmp_path: Path, digits_dataset: Dataset, reported: float, becomes: bool
 ) -> None:
     """The champion claims 99 % on other images; on these it has 10 %: it always says the same of ten classes."""
     old = make_chain(tmp_path / "old", 99.0, data=digits_dataset, favourite=3, split="other")
@@ -200,9 +187,7 @@ def test_the_number_of_now_counts(
     assert (registry.aliases("m")["champion"] == "2") is becomes
 
 
-def test_other_classes_can_not_be_compared(
-    store: str, registry: Registry, tmp_path: Path, digits_dataset: Artifact[DatasetManifest]
-) -> None:
+def test_other_classes_can_not_be_compared(store: str, registry: Registry, tmp_path, digits_dataset: Dataset) -> None:
     old = {"data": digits_dataset, "favourite": 3, "split": "other", "classes": ("a", "b", "c", "d")}
     register_forged(registry, make_chain(tmp_path / "old", 99.0, **old), "champion")
     promote_chain(store, make_chain(tmp_path / "new", 10.0, data=digits_dataset, favourite=4), tmp_path / "promotion")
@@ -298,7 +283,7 @@ def test_the_name_is_the_file_s_or_the_architecture_s(promote: Any, registry: Re
         ("", "/b/model.onnx", {"digest": "other"}, "source file: /a/model.onnx there, /b/model.onnx here)"),
     ],
 )
-def test_another_model_is_refused_before_anything_is_registered(
+def test_another_model_is_refused(
     promote: Any, registry: Registry, name: str, source: str, model: Any, said: str
 ) -> None:
     promote("/a/model.onnx", name)
@@ -321,9 +306,7 @@ TRAINED_HERE: tuple[str, dict[str, Any]] = ("", {"digest": "trained", **TRAINED}
 
 
 @pytest.mark.parametrize("models", list(itertools.permutations([FILE, ENGINES_OF_A_FILE, TRAINED_HERE], 2)))
-def test_a_file_engines_of_another_one_and_a_trained_network_share_no_name(
-    promote: Any, registry: Registry, models: Any
-) -> None:
+def test_files_engines_and_trained_networks_share_no_name(promote: Any, registry: Registry, models: Any) -> None:
     (source, model), (other_source, other) = models
     promote(source, **model)
     with refuses("name-taken", "registered_model"):

@@ -44,9 +44,7 @@ def opened(translator: Chain) -> Iterator[Translator]:
 
 
 @pytest.mark.parametrize(("sentence", "code"), BAD)
-def test_a_bad_sentence_has_an_error_and_the_others_their_translations(
-    sentence: str | bytes, code: str, opened: Translator
-) -> None:
+def test_a_bad_sentence_spoils_no_translations(sentence: str | bytes, code: str, opened: Translator) -> None:
     first, refused, last = translate_each(opened, [SENTENCES[0], sentence, SENTENCES[1].encode()])
     assert isinstance(refused, UserError)
     assert refused.code == code

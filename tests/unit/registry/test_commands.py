@@ -47,9 +47,7 @@ def test_tags_of_somebody_else_are_shown_as_they_are(three: str, registry: Regis
         ("changes", {"champion": {"before": None, "after": "[/x]"}}, "log-damaged"),
     ],
 )
-def test_an_entry_of_the_log_that_somebody_changed(
-    three: str, registry: Registry, field: str, value: object, code: str
-) -> None:
+def test_changed_entries_of_the_log(three: str, registry: Registry, field: str, value: object, code: str) -> None:
     file = sqlite_file(registry.uri)
     assert file is not None
     with closing(sqlite3.connect(file)) as connection, connection:
@@ -61,7 +59,7 @@ def test_an_entry_of_the_log_that_somebody_changed(
             assert enginery(*command).exit_code == 0
 
 
-def test_rolled_back_bundles_come_back_by_a_person_only(
+def test_only_a_person_brings_rolled_back_bundles_back(
     three: str, registry: Registry, made_once: Path, tmp_path: Path
 ) -> None:
     done = enginery("rollback", "m", "--why", "it confuses\n3 and 8")  # which could look like an entry of the log

@@ -111,9 +111,7 @@ def test_ci_refuses_what_was_written_manually(checkout: Path, three: str, regist
         enginery("deploy", "--check", "--env", "dev")
 
 
-def test_a_version_whose_files_were_changed_in_the_registry(
-    checkout: Path, three: str, registry: Registry, tmp_path: Path
-) -> None:
+def test_a_version_of_changed_files_in_the_registry(checkout: Path, three: str, registry: Registry, tmp_path) -> None:
     command = ("deploy", "--env", "dev", "m/1", "--repository", exported("m/1"))
     others = (
         ("rollback", "m"),

@@ -210,9 +210,7 @@ def test_a_folder_is_signed_without_a_key(proved: Any, keyless: Path, tmp_path: 
         (None, "key-unknown"),
     ],
 )
-def test_another_s_signature_is_refused(
-    keyless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, str] | None, code: str
-) -> None:
+def test_signatures_of_others(keyless: Path, tmp_path, monkeypatch, other: dict[str, str] | None, code: str) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "model").write_text("weights")
@@ -230,9 +228,7 @@ def test_another_s_signature_is_refused(
 
 
 @pytest.mark.parametrize("first", ["old", "new"])
-def test_an_expired_entry_hides_no_other_of_the_same_signer(
-    machine: Machine, keyless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
-) -> None:
+def test_expired_entries_hide_no_others(machine: Machine, keyless: Path, tmp_path, monkeypatch, first: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/model").write_text("weights")
     signers = {"identities": {"identity": IDENTITY, "issuer": ISSUER, "sigstore": str(keyless)}}

@@ -59,9 +59,7 @@ def test_answers_are_those_of_the_python_model(masks: Running, segmentation_chai
     assert found[-1]["region"] == [32, 0, 96, 64]
 
 
-def test_a_detector_answers_with_the_boxes_of_the_python_model(
-    triton, detection_chain: Chain, files: list[Path], tmp_path: Path
-) -> None:
+def test_a_detector_answers_as_the_python_model(triton, detection_chain: Chain, files: list[Path], tmp_path) -> None:
     model = BundleModel(load(detection_chain.bundle, BundleManifest), "int8", "auto")
     images = [file.read_bytes() for file in files]
     with find_source(str(detection_chain.bundle), "int8") as source:

@@ -144,9 +144,7 @@ def test_plans_of_another_tensorrt_are_refused_where_the_image_says_which_it_has
 @pytest.mark.parametrize(
     ("version", "said"), [("10.16.0.72", " can't load the plans; "), (tensorrt_of_images(), " serves ")]
 )
-def test_the_export_says_what_the_plans_need_and_what_serves_them(
-    on_gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, said: str
-) -> None:
+def test_the_export_says_what_plans_need_and_serves(on_gpu, tmp_path, monkeypatch, version: str, said: str) -> None:
     engines = tuple(entry.model_copy(update={"tensorrt_version": version}) for entry in on_gpu.bundle.manifest.engines)
     manifest = on_gpu.bundle.manifest.model_copy(update={"engines": engines})
     source = dataclasses.replace(on_gpu, bundle=dataclasses.replace(on_gpu.bundle, manifest=manifest))
@@ -209,11 +207,7 @@ def test_mistakes(promoted, proved, tmp_path: Path) -> None:
             enginery("serve", "export", reference, tmp_path / "models", *options)
         assert list(tmp_path.glob("*models*")) == []
     (tmp_path / "models").mkdir()
-    unusable = (
-        ("models", "output-exists"),
-        ("no/models", "no-parent-folder"),
-        ("/sys/models", "permission-denied"),
-    )
+    unusable = (("models", "output-exists"), ("no/models", "no-parent-folder"), ("/sys/models", "permission-denied"))
     for target, code in unusable:
         with refuses(code):
             enginery("serve", "export", proved.parts["bundle"], tmp_path / target)

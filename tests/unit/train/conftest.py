@@ -16,7 +16,7 @@ from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
 from components.train.config import TrainConfig
 from components.train.run import run
-from tests.conftest import Preprocess, Shared, copy_digits
+from tests.conftest import Dataset, Preprocess, Shared, copy_digits
 from tests.pipelines.servers import free_port
 from tests.processes import ROOT
 
@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="session")
-def tiny_dataset(all_digits: Path, run_preprocess: Preprocess, shared: Shared) -> Artifact[DatasetManifest]:
+def tiny_dataset(all_digits: Path, run_preprocess: Preprocess, shared: Shared) -> Dataset:
     """12 digits of each class: 96 to train, 24 to validate."""
 
     def build(folder: Path) -> None:
@@ -82,7 +82,7 @@ Train = Callable[..., Artifact[CheckpointManifest]]
 
 
 @pytest.fixture
-def train(tiny_dataset: Artifact[DatasetManifest], tmp_path: Path) -> Train:
+def train(tiny_dataset: Dataset, tmp_path: Path) -> Train:
     def trained(log: StepLog | None = None, output: str = "out", **changed: Any) -> Artifact[CheckpointManifest]:
         small = config(**{"architecture": "squeezenet1_1", **changed})
         run(small, log or Log(), dataset=tiny_dataset.path, output=tmp_path / output)

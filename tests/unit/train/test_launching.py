@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from components.common.contracts.errors import EngineryError, Preempted
-from components.common.contracts.manifests import Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.contracts.manifests import CheckpointManifest, load
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
 from components.train import distributed
@@ -24,12 +24,13 @@ from components.train.config import TrainConfig
 from components.train.distributed import World, describe_links, diagnose, find_world
 from components.train.launching import RankEnd, _failure, _Group, launch, num_processes
 from components.train.run import run
+from tests.conftest import Dataset
 from tests.unit.refusals import refuses
 
 from .conftest import SETTINGS, Log, Train, as_rank_0_of_two, config
 
 
-def test_an_external_torchrun(tiny_dataset: Artifact[DatasetManifest], tmp_path: Path, monkeypatch, capfd) -> None:
+def test_an_external_torchrun(tiny_dataset: Dataset, tmp_path: Path, monkeypatch, capfd) -> None:
     """As on several machines: every process is the step itself. Rank 0 alone, which is this one, writes and speaks."""
     small = {**SETTINGS, "epochs": 1, "global_batch_size": 48, "architecture": "squeezenet1_1"}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(small))
@@ -108,9 +109,7 @@ def test_sigterm_is_a_preemption() -> None:
         ([[end("reported", 1), LOST]], 1, "no-image"),
     ],
 )
-def test_all_start_again_where_one_was_killed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tries: list[list[RankEnd]], num_starts: int, code: str
-) -> None:
+def test_restarts_of_all(monkeypatch, tmp_path: Path, tries: list[list[RankEnd]], num_starts: int, code: str) -> None:
     left, log = iter(tries), Log()
 
     def start(number: int, folder: Path, errors: Any) -> _Group:
@@ -125,9 +124,7 @@ def test_all_start_again_where_one_was_killed(
     assert again == [["3"], ["2"], ["1"]][: num_starts - 1]
 
 
-def test_torchrun_starts_a_process_that_resumes_and_says_how_it_goes(
-    train: Train, tiny_dataset: Artifact[DatasetManifest], tmp_path: Path
-) -> None:
+def test_torchrun_starts_a_process_that_resumes(train: Train, tiny_dataset: Dataset, tmp_path: Path) -> None:
     with pytest.raises(Preempted):
         train(Log(sigterm_after=8))
     log, output = Log(), tmp_path / "out"

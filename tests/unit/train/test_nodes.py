@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from components.common.contracts.errors import EngineryError, Preempted, UserError
-from components.common.contracts.manifests import FAILURE, Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.contracts.manifests import FAILURE, CheckpointManifest, load
 from components.common.process.steplog import StepLog
 from components.train import nodes
 from components.train import train_job as jobs
@@ -35,6 +35,7 @@ from components.train.train_job import (
     this_pod,
     train_job,
 )
+from tests.conftest import Dataset
 from tests.helm.test_security import violations
 from tests.processes import run_python, start_python
 from tests.serving import serving
@@ -89,7 +90,7 @@ Train = Callable[..., str]
 
 
 @pytest.fixture
-def train(cluster: TrainerCluster, tiny_dataset: Artifact[DatasetManifest], tmp_path: Path) -> Train:
+def train(cluster: TrainerCluster, tiny_dataset: Dataset, tmp_path: Path) -> Train:
     def run(request: dict[str, Any] | None = None, **changes: Any) -> str:
         small = config(**{"epochs": 1, "architecture": "squeezenet1_1", **changes})
         asked = request_for(tmp_path, **(request or {}))
@@ -130,9 +131,7 @@ def test_the_job_is_what_the_trainers_api_takes() -> None:
 
 
 @pytest.mark.slow
-def test_two_nodes_train_one_checkpoint_and_log_into_the_steps_run(
-    cluster: TrainerCluster, tiny_dataset: Artifact[DatasetManifest], tmp_path: Path
-) -> None:
+def test_two_nodes_train_and_log_into_the_steps_run(cluster: TrainerCluster, tiny_dataset: Dataset, tmp_path) -> None:
     """The step as KFP starts it: by its command, with the request in its environment."""
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
     cluster.env = [{"name": "MLFLOW_TRACKING_URI", "value": store}, {"name": "OTHER", "value": "x"}]
@@ -177,7 +176,7 @@ def test_a_failure_is_rank_0s_error(cluster: TrainerCluster, train: Train, tmp_p
 
 
 @pytest.mark.slow
-def test_an_error_of_another_node_that_would_come_again_ends_the_job(
+def test_lasting_errors_of_other_nodes_end_the_job(
     cluster: TrainerCluster, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Node 1 does not see the dataset, as where a volume is not shared."""
@@ -219,9 +218,7 @@ def kill_a_node(cluster: TrainerCluster, once: Callable[[], bool]) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_node_starts_again_and_training_resumes(
-    cluster: TrainerCluster, train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_node_starts_again_and_resumes(cluster: TrainerCluster, train: Train, tmp_path: Path, capfd) -> None:
     kill_a_node(cluster, lambda: any((tmp_path / "shared").rglob("step-*.safetensors")))
     train(epochs=20, collective_timeout_s=60)
     said = capfd.readouterr().err
@@ -265,9 +262,7 @@ def test_an_earlier_trys_job_goes_first(cluster: TrainerCluster, train: Train, c
     assert cluster.jobs == {}
 
 
-def test_sigterm_removes_the_job_and_ends_with_75(
-    cluster: TrainerCluster, tiny_dataset: Artifact[DatasetManifest], tmp_path: Path
-) -> None:
+def test_sigterm_removes_the_job_and_ends_with_75(cluster: TrainerCluster, tiny_dataset: Dataset, tmp_path) -> None:
     cluster.is_stuck = True
     variables = {JOB_VARIABLE: request_for(tmp_path).model_dump_json(), "CUDA_VISIBLE_DEVICES": ""}
     words = ("-m", "components.train", "--dataset", tiny_dataset.path, "--output", tmp_path / "out")
@@ -327,9 +322,7 @@ def test_sigterm_while_the_job_is_made_removes_it(cluster: TrainerCluster, train
 
 
 @pytest.mark.usefixtures("preempted")
-def test_sigterm_removes_the_job_before_anything_else(
-    cluster: TrainerCluster, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_removes_the_job_first(cluster: TrainerCluster, train: Train, tmp_path: Path, monkeypatch) -> None:
     """KFP's launcher dies of the signal at once, and the container with it: there is no time for a last line."""
     monkeypatch.setattr(jobs, "_LAST_LINES_S", 300.0)
     sleep = partial(subprocess.Popen, ["sleep", "300"])

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.transforms import Augmentation, transform_for
 from components.common.data.loader import Batch, Loader
 from components.train.batches import BatchPlan
 from components.train.resharding import ReshardedLoader
+from tests.conftest import Dataset
 
 GLOBAL, NUM_STEPS = 24, 20  # 480 images
 Rank = Loader | ReshardedLoader
@@ -28,7 +28,7 @@ def plan_of(world_size: int, per_gpu: int) -> BatchPlan:
 
 
 @pytest.fixture
-def make(digits_dataset: Artifact[DatasetManifest]) -> Callable[..., Loader]:
+def make(digits_dataset: Dataset) -> Callable[..., Loader]:
     """Images are read as they are, so that each can be told from every other."""
     still = Augmentation(flip_probability=0.0, min_area=1.0, max_aspect_ratio=1.0)
     spec = transform_for(32, resize_ratio=1.0)
@@ -82,7 +82,7 @@ def parts(ranks: list[Rank]) -> list[dict[str, Any]]:
     [((1, 24), (2, 12)), ((2, 12), (1, 8)), ((2, 6), (3, 8)), ((3, 4), (2, 4)), ((2, 12), (4, 6))],
     ids=lambda value: f"{value[0]}x{value[1]}",
 )
-def test_the_steps_that_are_left_have_the_images_they_would_have_had(
+def test_the_steps_left_have_their_images(
     make: Callable[..., Loader], before: tuple[int, int], after: tuple[int, int]
 ) -> None:
     """Also where the new ones stop within the epoch and resume, and in the epoch behind it each image comes once."""

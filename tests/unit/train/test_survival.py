@@ -15,16 +15,9 @@ import pytest
 import yaml
 
 from components.common.contracts.errors import EXIT_PREEMPTED
-from components.common.contracts.manifests import (
-    FAILURE,
-    MANIFEST,
-    PARTIAL_OUTPUT,
-    Artifact,
-    CheckpointManifest,
-    DatasetManifest,
-    load,
-)
+from components.common.contracts.manifests import FAILURE, MANIFEST, PARTIAL_OUTPUT, CheckpointManifest, load
 from components.train.checkpointing import WEIGHTS
+from tests.conftest import Dataset
 from tests.pipelines.servers import free_port
 from tests.processes import start_python
 from tests.waiting import wait_until
@@ -82,16 +75,14 @@ EVERYTHING: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def unbroken(tiny_dataset: Artifact[DatasetManifest], tmp_path_factory: pytest.TempPathFactory) -> str:
+def unbroken(tiny_dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> str:
     place = Place(tmp_path_factory.mktemp("unbroken") / "place", tiny_dataset.path, EVERYTHING)
     place.finish()
     return place.weights()
 
 
 @pytest.mark.slow
-def test_killed_again_and_again_it_ends_with_the_same_bits(
-    tiny_dataset: Artifact[DatasetManifest], unbroken: str, tmp_path: Path
-) -> None:
+def test_killed_again_and_again_it_ends_with_the_same_bits(tiny_dataset: Dataset, unbroken: str, tmp_path) -> None:
     """By SIGKILL, and in the end by SIGTERM, which saves first and has an exit code of its own."""
     place = Place(tmp_path / "place", tiny_dataset.path, EVERYTHING)
     chance = random.Random(1)
@@ -112,7 +103,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(
 
 
 @pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_sigterm_while_it_starts_up(tiny_dataset: Artifact[DatasetManifest], tmp_path, num_processes: int) -> None:
+def test_sigterm_while_it_starts_up(tiny_dataset: Dataset, tmp_path, num_processes: int) -> None:
     place = Place(tmp_path / "place", tiny_dataset.path, {**SETTINGS, "num_processes": num_processes})
     process = place.start(stdout=subprocess.PIPE, ENGINERY_EVENTS="1")
     assert process.stdout is not None
@@ -124,7 +115,7 @@ def test_sigterm_while_it_starts_up(tiny_dataset: Artifact[DatasetManifest], tmp
 
 
 @pytest.mark.slow
-def test_two_processes_are_stopped_and_resume(tiny_dataset: Artifact[DatasetManifest], tmp_path: Path) -> None:
+def test_two_processes_are_stopped_and_resume(tiny_dataset: Dataset, tmp_path: Path) -> None:
     """SIGTERM to the step reaches both; SIGKILL of the step ends both. Two ranks add the same bits in any order."""
     settings = {**SETTINGS, "num_processes": 2, "epochs": 2}
     whole, broken = (Place(tmp_path / name, tiny_dataset.path, settings) for name in ("whole", "broken"))
@@ -146,7 +137,7 @@ def test_two_processes_are_stopped_and_resume(tiny_dataset: Artifact[DatasetMani
 
 
 @pytest.mark.slow
-def test_under_torchrun_a_killed_process_is_replaced(tiny_dataset: Artifact[DatasetManifest], tmp_path: Path) -> None:
+def test_under_torchrun_a_killed_process_is_replaced(tiny_dataset: Dataset, tmp_path: Path) -> None:
     """Twice, and the bits are those of an unbroken run. torchrun's store has the addresses of processes gone."""
     whole, broken = (Place(tmp_path / name, tiny_dataset.path, SETTINGS) for name in ("whole", "broken"))
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2"]
@@ -165,9 +156,7 @@ def test_under_torchrun_a_killed_process_is_replaced(tiny_dataset: Artifact[Data
 
 
 @pytest.mark.slow
-def test_under_torchrun_the_world_shrinks_when_a_machine_is_gone(
-    tiny_dataset: Artifact[DatasetManifest], tmp_path: Path
-) -> None:
+def test_under_torchrun_the_world_shrinks_when_a_machine_is_gone(tiny_dataset: Dataset, tmp_path: Path) -> None:
     """Two agents of torchrun, as on two machines. One is killed with its process; the other one trains on alone."""
     place = Place(tmp_path / "place", tiny_dataset.path, {**SETTINGS, "epochs": 5})
     torchrun = ["-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]

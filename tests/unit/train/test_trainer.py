@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from components.common.contracts.errors import EngineryError, UserError
-from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.settings import resolve
 from components.common.data.loader import Batch, translate_errors
 from components.common.process.gpu_monitor import GpuReading
@@ -32,6 +31,7 @@ from components.train.memory import explain_out_of_memory, is_out_of_memory
 from components.train.speed import TRACE, SpeedMeter, flops_per_image, peak_tflops
 from components.train.trainer import MLLOG, Trainer, build_optimizer
 from components.train.training import _fit
+from tests.conftest import Dataset
 from tests.unit.refusals import refuses
 
 from .conftest import Log, Train
@@ -191,9 +191,7 @@ def test_the_search_trains_what_training_trains(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("said", ["Can't allocate 805306368 bytes on device 0.", "CUDA allocation failed"])
-def test_memory_that_runs_out_while_decoding_is_no_damaged_image(
-    tiny_dataset: Artifact[DatasetManifest], said: str
-) -> None:
+def test_memory_that_runs_out_while_decoding_is_no_damaged_image(tiny_dataset: Dataset, said: str) -> None:
     operator = "nvidia.dali.fn.decoders.image_random_crop"
     error = RuntimeError(f"Error in GPU operator `{operator}`,\nencountered:\n\n{said}\n\nCurrent pipeline object is")
     with pytest.raises(RuntimeError) as caught, translate_errors(tiny_dataset, "train"):

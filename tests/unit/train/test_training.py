@@ -9,21 +9,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from components.common.contracts.manifests import Artifact, CheckpointManifest, DatasetManifest, load
+from components.common.contracts.manifests import CheckpointManifest, load
 from components.common.contracts.records import Split
 from components.common.data.loader import Loader
 from components.common.runtimes.architectures import build_model
 from components.train.checkpointing import WEIGHTS
 from components.train.run import run
 from components.train.training import warn_of_chance_level
+from tests.conftest import Dataset
 from tests.unit.refusals import refuses
 
 from .conftest import Log, Train, config
 
 
-def test_it_learns_and_the_checkpoint_has_what_was_reported(
-    digits_dataset: Artifact[DatasetManifest], tmp_path: Path
-) -> None:
+def test_it_learns_and_the_checkpoint_has_what_was_reported(digits_dataset: Dataset, tmp_path: Path) -> None:
     log, settings = Log(), config(architecture="timm/resnet10t", epochs=2, warmup_fraction=0.3)
     outcome = run(settings, log, dataset=digits_dataset.path, output=tmp_path / "out")
     checkpoint = load(tmp_path / "out", CheckpointManifest, verify=(".safetensors",))
@@ -50,7 +49,7 @@ def test_it_learns_and_the_checkpoint_has_what_was_reported(
     assert 100 * correct / 120 == pytest.approx(record.metrics["val_score_pct"], abs=0.9)  # one image
 
 
-def test_one_seed_gives_one_model(train: Train, tiny_dataset: Artifact[DatasetManifest]) -> None:
+def test_one_seed_gives_one_model(train: Train, tiny_dataset: Dataset) -> None:
     options: dict[str, Any] = {"epochs": 1, "global_batch_size": 48, "normalization": "dataset", "deterministic": False}
     found = [train(output=str(number), seed=seed, **options) for number, seed in enumerate((1, 1, 2))]
     first, second, other = (checkpoint.manifest.files[WEIGHTS].digest for checkpoint in found)
@@ -59,16 +58,14 @@ def test_one_seed_gives_one_model(train: Train, tiny_dataset: Artifact[DatasetMa
     assert found[0].manifest.transform.std == tiny_dataset.manifest.statistics.std
 
 
-def test_a_model_that_only_training_mode_can_use_is_refused(
-    digits_dataset: Artifact[DatasetManifest], tmp_path: Path
-) -> None:
+def test_a_model_that_only_training_mode_can_use_is_refused(digits_dataset: Dataset, tmp_path: Path) -> None:
     # MNASNet's BatchNorm follows so slowly that at this rate its evaluation overflows while training does not.
     settings = config(architecture="mnasnet0_5", epochs=1, warmup_fraction=0.3)
     with refuses("validation-loss-not-finite"):
         run(settings, Log(), dataset=digits_dataset.path, output=tmp_path / "out")
 
 
-def test_a_changed_shard_or_no_dataset_is_refused(tiny_dataset: Artifact[DatasetManifest], tmp_path: Path) -> None:
+def test_a_changed_shard_or_no_dataset_is_refused(tiny_dataset: Dataset, tmp_path: Path) -> None:
     copy = shutil.copytree(tiny_dataset.path, tmp_path / "dataset")
     shard = sorted(copy.glob("train-*.tar"))[0]
     content = bytearray(shard.read_bytes())

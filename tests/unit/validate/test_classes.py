@@ -10,11 +10,12 @@ import pytest
 from onnx import numpy_helper
 
 from components.common.contracts.errors import GateFailed
-from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, VerdictManifest, load
+from components.common.contracts.manifests import BundleManifest, VerdictManifest, load
 from components.common.data.evaluation import ClassPredictions
 from components.validate.report import _confusion, change, class_changes, class_losses
 from components.validate.run import _undefined_note
 from components.validate.schema import Report
+from tests.conftest import Dataset
 from tests.steps import step
 from tests.unit.conftest import Proved
 from tests.unit.measurements import predictions
@@ -96,9 +97,7 @@ def judge(bundle: Path, dataset: Path, output: Path) -> tuple[Report, VerdictMan
     return report, load(output / "verdict", VerdictManifest).manifest, said
 
 
-def test_swapped_classes_are_caught_and_named(
-    proved: Proved, digits_dataset: Artifact[DatasetManifest], tmp_path: Path
-) -> None:
+def test_swapped_classes_are_caught_and_named(proved: Proved, digits_dataset: Dataset, tmp_path: Path) -> None:
     bundle = proved.parts["bundle"]
     report, verdict, said = judge(bundle, digits_dataset.path, tmp_path / "as exported")
     assert verdict.passed, said

@@ -370,7 +370,7 @@ def test_the_number_of_images_decides(reports: dict[str, Report]) -> None:
     ("clock_mhz", "seconds", "reason"),
     [(1980, 0.3, "are too short"), (1980, 1.5, "can't be read"), (None, 0.3, "be read")],
 )
-def test_why_power_is_not_known(
+def test_unknown_power(
     reports: dict[str, Report], tmp_path: Path, clock_mhz: int | None, seconds: float, reason: str
 ) -> None:
     gone = {"power_w": None, "images_per_s_per_w": None, "sm_clock_mhz": clock_mhz}

@@ -16,7 +16,7 @@ from PIL import Image
 
 from components.common.contracts.digests import digest_file
 from components.common.contracts.errors import EngineryError, UserError
-from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, load
+from components.common.contracts.manifests import BundleManifest, load
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.loader import Loader
 from components.common.runtimes.openvino import OpenVINORunner
@@ -28,7 +28,7 @@ from components.validate.inspect import inspect, load_input
 from enginery.cli.commands import cli
 from enginery.local.runs import bundle_of_run, latest_bundle
 from enginery.local.summary import StepSummary
-from tests.conftest import Preprocess
+from tests.conftest import Bundle, Dataset, Preprocess
 from tests.unit.conftest import Proved
 from tests.unit.refusals import refuses
 from tests.unit.runs import write_run
@@ -44,7 +44,7 @@ def bundle(proved: Proved) -> Path:
 
 
 @pytest.fixture(scope="module")
-def opened(bundle: Path) -> Artifact[BundleManifest]:
+def opened(bundle: Path) -> Bundle:
     return load(bundle, BundleManifest, verify=(".onnx",))
 
 
@@ -117,7 +117,7 @@ def test_what_is_no_image_is_refused(name: str, code: str, tmp_path: Path, digit
     assert refused.value.code == code
 
 
-def test_predictions_are_those_of_the_runners(opened: Artifact[BundleManifest], few_digits: Path) -> None:
+def test_predictions_are_those_of_the_runners(opened: Bundle, few_digits: Path) -> None:
     files = [sorted((few_digits / name).iterdir())[1] for name in ("0", "7")]
     result = inspect(opened, files)
     assert result.maps_missing == ""
@@ -163,8 +163,8 @@ def serve(monkeypatch: pytest.MonkeyPatch, fp32: Fixed, int8: Fixed) -> None:
     monkeypatch.setattr(inspection, "select_runtimes", lambda *_: found)
 
 
-def test_probabilities_are_kept_and_nan_is_no_prediction(
-    command: Command, opened: Artifact[BundleManifest], digit: Path, monkeypatch: pytest.MonkeyPatch
+def test_probabilities_stay_and_nan_is_no_prediction(
+    command: Command, opened: Bundle, digit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certain = [0.99] + [0.01 / 9] * 9  # the output of a softmax
     serve(monkeypatch, Fixed(*certain), Fixed(*np.log(certain)))
@@ -182,9 +182,7 @@ def test_probabilities_are_kept_and_nan_is_no_prediction(
     assert refused.value.code == "no-prediction"
 
 
-def test_what_has_no_maps_is_shown_without(
-    command: Command, opened: Artifact[BundleManifest], digit: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_no_maps_is_shown_without(command: Command, opened: Bundle, digit: Path, monkeypatch) -> None:
     models = {name: file for name, file in opened.manifest.models.items() if name != "int8"}
     result = inspect(replace(opened, manifest=opened.manifest.model_copy(update={"models": models})), [digit])
     assert result.maps_missing == "the bundle has no INT8 model to set beside FP32"
@@ -209,9 +207,7 @@ def test_what_has_no_maps_is_shown_without(
         assert picture.width < 1.8 * picture.height
 
 
-def test_the_command_shows_tables_and_writes_a_picture(
-    command: Command, opened: Artifact[BundleManifest], few_digits: Path, tmp_path: Path
-) -> None:
+def test_the_command_shows_tables_and_draws(command: Command, opened: Bundle, few_digits: Path, tmp_path: Path) -> None:
     files, here = [sorted((few_digits / name).iterdir())[0] for name in ("2", "5")], ("--bundle", opened.path)
     text = command(*files, *here, "--output", "seen.png", "--layers", "1.0 Conv, 0.2", "--maps", "activation")
     (first, _) = inspect(opened, files).explanations
@@ -268,7 +264,7 @@ def test_mistakes_are_refused_before_anything_is_written(
     tmp_path: Path,
     bundle: Path,
     digit: Path,
-    digits_dataset: Artifact[DatasetManifest],
+    digits_dataset: Dataset,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "folder.png").mkdir()

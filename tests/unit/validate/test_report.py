@@ -17,20 +17,14 @@ from mlflow import MlflowClient
 from PIL import Image
 
 from components.common.contracts.errors import GateFailed
-from components.common.contracts.manifests import (
-    Artifact,
-    BundleManifest,
-    CheckpointManifest,
-    DatasetManifest,
-    ReportManifest,
-    load,
-)
+from components.common.contracts.manifests import Artifact, BundleManifest, CheckpointManifest, ReportManifest, load
 from components.common.contracts.records import measures
 from components.common.process.steplog import StepLog
 from components.common.registry.tracking import step_run
 from components.validate.report import read_thumbnails
 from components.validate.report_text import outcome
 from components.validate.schema import Report, report_schema
+from tests.conftest import Bundle, Dataset
 from tests.steps import step
 from tests.unit.registered import ROOT
 
@@ -50,9 +44,9 @@ TRAIN: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    dataset: Artifact[DatasetManifest]
+    dataset: Dataset
     checkpoint: Artifact[CheckpointManifest]
-    bundle: Artifact[BundleManifest]
+    bundle: Bundle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,9 +263,7 @@ def test_an_unmeasured_precision_is_a_verdict_without_comparison(chain: Chain, t
     assert "disagree" not in written.text
 
 
-def test_the_run_in_mlflow_holds_report_and_data(
-    chain: Chain, few_digits: Path, empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_has_report_and_data(chain: Chain, few_digits: Path, empty_store: Path, tmp_path, monkeypatch) -> None:
     """So does the pipeline's, where KFP's plugin made both."""
     mlflow.set_tracking_uri(f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}")
     client = MlflowClient()

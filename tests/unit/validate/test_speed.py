@@ -295,7 +295,7 @@ NONE = f"nothing within 0.5 ms; FP32 and FP16 and INT8 left out: {LEFT_OUT}"
         (0.5, {"min_score_pct": 80, "int8_pct": 80}, (), NEAREST),
     ],
 )
-def test_the_fastest_accurate_way_within_the_budget_is_chosen(
+def test_the_fastest_accurate_way_wins(
     budget_ms: float, settings: dict[str, Any], left_out: tuple[str, ...], said: str
 ) -> None:
     found = budget(budget_ms, **settings)

@@ -151,9 +151,7 @@ def test_layer_normalization_without_avx_is_refused(tmp_path, sizes) -> None:
         *(pytest.param(limit, True, marks=pytest.mark.slow) for limit in available()[:1] if limit != "AVX2"),
     ],
 )
-def test_7_bit_weights_are_exact_on_every_instruction_set_and_chosen_where_sums_saturate(
-    files, simulated, limit, chooses
-):
+def test_7_bit_weights_are_exact_and_chosen_where_sums_saturate(files, simulated, limit, chooses):
     cases = {"fp32.onnx": (SCALES, [7, None]), "signed_input.onnx": (SMALL_CODES, [8, 7])}
     scales = json.dumps({file: scales for file, (scales, _) in cases.items()})
     done = run_python("-c", PROBE + (CHOICE if chooses else ""), files, scales, **{VARIABLE: limit})

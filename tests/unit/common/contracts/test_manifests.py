@@ -27,6 +27,7 @@ from components.common.contracts.transforms import transform_for
 from components.export.sources import check_model
 from components.promote.config import PromoteConfig
 from components.train.config import TrainConfig
+from tests.conftest import Dataset
 from tests.processes import run_python
 from tests.steps import step
 from tests.unit.refusals import refuses
@@ -216,9 +217,7 @@ def seal_checkpoint(folder: Path, classes: tuple[str, ...]) -> Path:
 
 
 @pytest.mark.parametrize("name", ["int8.onnx", "int8.plan"])
-def test_a_swapped_model_of_the_same_size_is_refused(
-    tmp_path: Path, digits_dataset: Artifact[DatasetManifest], name: str
-) -> None:
+def test_a_swapped_model_of_the_same_size_is_refused(tmp_path: Path, digits_dataset: Dataset, name: str) -> None:
     """It is refused before it is opened: it is no model at all."""
     models = make_chain(tmp_path, 50, data=digits_dataset, planned=("int8.plan",))["bundle"]
     (models / name).write_bytes((models / name).read_bytes().swapcase())
@@ -228,7 +227,7 @@ def test_a_swapped_model_of_the_same_size_is_refused(
     assert "write it again with `python -m components.export`" in str(error)
 
 
-def test_swapped_weights_are_refused(tmp_path: Path, digits_dataset: Artifact[DatasetManifest]) -> None:
+def test_swapped_weights_are_refused(tmp_path: Path, digits_dataset: Dataset) -> None:
     checkpoint, classes = tmp_path / "checkpoint", digits_dataset.manifest.classes
     weights = seal_checkpoint(checkpoint, classes)
     weights.write_bytes(b"Weights")
@@ -240,7 +239,7 @@ def test_swapped_weights_are_refused(tmp_path: Path, digits_dataset: Artifact[Da
     assert str(before_packing.value) == str(error)
 
 
-def test_a_checkpoint_of_other_classes_is_refused(tmp_path: Path, digits_dataset: Artifact[DatasetManifest]) -> None:
+def test_a_checkpoint_of_other_classes_is_refused(tmp_path: Path, digits_dataset: Dataset) -> None:
     """By name: a pair of swapped classes would be found by nothing else. Before anything is packed, too."""
     classes = digits_dataset.manifest.classes
     checkpoint = seal_checkpoint(tmp_path / "checkpoint", classes[::-1]).parent

@@ -39,12 +39,7 @@ CONFIGS: dict[str, type[BaseModel]] = {"preprocess": PreprocessConfig, "train": 
         ("train", {"augmentation.min_area": 1}, "train.augmentation.min_area", "{min_area: VALUE}'"),
         ("train", {"augmentation": "1"}, "train.augmentation", "got '1', must be a valid dictionary"),
         ("export", {"calibration_method": "magic"}, "export.calibration_method", "'magic', must be 'auto', 'max', "),
-        (
-            "export",
-            {"mean": "3"},
-            "export.mean",
-            "got '3', must be a list, written as [A, B] (default [0.485, 0.456, 0.406])",
-        ),
+        ("export", {"mean": "3"}, "export.mean", "got '3', must be a list, written as [A, B] (default [0.485,"),
         ("export", {"mean": [123.7, 0, 0]}, "export.mean[0]", "(of 0..255: / 255)"),
         ("export", {"std": [1, 0, 1]}, "export.std[1]", "got 0, must be greater than 0"),
         ("export", {"std": [1, 1]}, "export.std[2]", "export.std[2] is required: Own model: std per RGB channel"),

@@ -8,11 +8,10 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.corruptions import CORRUPTIONS, Corruption
 from components.common.data.loader import Loader
-from tests.conftest import preprocess
+from tests.conftest import Dataset, preprocess
 
 NUM_VAL, SIDE = 11, 64
 # Normalization that leaves levels in 0..255.
@@ -20,7 +19,7 @@ SPEC = TransformSpec(resize_size=72, crop_size=SIDE, mean=(0, 0, 0), std=(1 / 25
 
 
 @pytest.fixture(scope="module")
-def scenes(tmp_path_factory: pytest.TempPathFactory) -> Artifact[DatasetManifest]:
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """Smooth colours with some texture, wider than high; black and white among them."""
     root, rng = tmp_path_factory.mktemp("scenes"), np.random.default_rng(0)
     for index in range(NUM_VAL + 2):
@@ -36,11 +35,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Artifact[DatasetManifest
 
 
 def delivered(
-    dataset: Artifact[DatasetManifest],
-    *corruptions: Corruption,
-    batch_size: int = 30,
-    num_shards: int = 1,
-    **options: int,
+    dataset: Dataset, *corruptions: Corruption, batch_size: int = 30, num_shards: int = 1, **options: int
 ) -> np.ndarray:
     """The second pass over all parts: [images, versions, H, W, 3], levels."""
     parts = []
@@ -56,7 +51,7 @@ def delivered(
     return np.concatenate(parts).reshape(NUM_VAL, -1, SIDE, SIDE, 3)
 
 
-def test_the_seed_alone_decides(scenes: Artifact[DatasetManifest]) -> None:
+def test_the_seed_alone_decides(scenes: Dataset) -> None:
     first = delivered(scenes, *CORRUPTIONS)
     assert first.shape[1] == len(CORRUPTIONS) == 15
     for options in ({"batch_size": 7}, {"batch_size": 64, "num_threads": 1}, {"num_shards": 3}, {"num_shards": 2}):
@@ -69,7 +64,7 @@ def test_the_seed_alone_decides(scenes: Artifact[DatasetManifest]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "neutral"), [("noise", 0.0), ("brightness", 0.0), ("contrast", 1.0)])
-def test_no_corruption_is_the_validated_image(scenes: Artifact[DatasetManifest], kind: str, neutral: float) -> None:
+def test_no_corruption_is_the_validated_image(scenes: Dataset, kind: str, neutral: float) -> None:
     """Resize and crop are those of evaluation."""
     found = delivered(scenes, Corruption(kind=kind, strength=neutral))
     np.testing.assert_allclose(found, delivered(scenes), atol=0.01)
@@ -97,7 +92,7 @@ def expected(image: np.ndarray, kind: str, strength: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("corruption", [one for one in CORRUPTIONS if one.kind != "noise"], ids=str)
-def test_images_are_those_of_the_sources_formulas(scenes: Artifact[DatasetManifest], corruption: Corruption) -> None:
+def test_images_are_those_of_the_sources_formulas(scenes: Dataset, corruption: Corruption) -> None:
     """To within rounding; of JPEG to within what encoders differ."""
     plain, found = delivered(scenes)[:, 0] / 255, delivered(scenes, corruption)[:, 0]
     for image, own in zip(plain, found, strict=True):
@@ -107,7 +102,7 @@ def test_images_are_those_of_the_sources_formulas(scenes: Artifact[DatasetManife
 
 
 @pytest.mark.parametrize("corruption", CORRUPTIONS[:3], ids=str)
-def test_noise_has_its_standard_deviation(scenes: Artifact[DatasetManifest], corruption: Corruption) -> None:
+def test_noise_has_its_standard_deviation(scenes: Dataset, corruption: Corruption) -> None:
     plain, found = delivered(scenes)[:, 0], delivered(scenes, corruption)[:, 0]
     middle = (plain > 120) & (plain < 135)
     added = (found - plain)[middle & (found > 0) & (found < 255)]

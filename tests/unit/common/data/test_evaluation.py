@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.transforms import transform_for
 from components.common.data.evaluation import (
     ClassPredictions,
@@ -20,6 +19,7 @@ from components.common.data.evaluation import (
     top_classes,
 )
 from components.common.data.loader import Batch, Loader
+from tests.conftest import Dataset
 
 SPEC = transform_for(32, resize_ratio=1.0)
 
@@ -75,9 +75,7 @@ def test_shares_are_of_all_images() -> None:
     assert (predictions.num_undefined, predictions.score_pct, predictions.top5_pct) == (2, 50.0, 50.0)
 
 
-def test_every_runner_sees_every_image_once_and_in_the_order_of_the_listing(
-    digits_dataset: Artifact[DatasetManifest],
-) -> None:
+def test_every_runner_sees_every_image_once_and_in_the_order_of_the_listing(digits_dataset: Dataset) -> None:
     loader = Loader(digits_dataset, "val", SPEC, batch_size=50)
     runners = {"fp32": Recorder(), "int8": Recorder(flat=True)}
     seen: list[tuple[int, int]] = []
@@ -135,7 +133,7 @@ def test_calibration_error() -> None:
 
 
 @pytest.mark.parametrize("num_parts", [2, 3])
-def test_parts_together_are_the_whole_split(digits_dataset: Artifact[DatasetManifest], num_parts: int) -> None:
+def test_parts_together_are_the_whole_split(digits_dataset: Dataset, num_parts: int) -> None:
     def loader(**options: Any) -> Loader:
         return Loader(digits_dataset, "val", SPEC, batch_size=16, **options)
 

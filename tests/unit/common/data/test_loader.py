@@ -19,13 +19,13 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from components.common.contracts.manifests import ALL_FILES, Artifact, DatasetManifest, load
+from components.common.contracts.manifests import ALL_FILES, DatasetManifest, load
 from components.common.contracts.records import DatasetStatistics
 from components.common.contracts.transforms import Augmentation, Interpolation, TransformSpec, transform_for
 from components.common.data.dali_pipelines import decoder_options, evaluation_pipeline, training_pipeline
 from components.common.data.loader import Batch, EpochPlan, Loader, OwnedOutputs, Watchdog, plan_training
 from components.common.runtimes.runner import to_numpy
-from tests.conftest import preprocess
+from tests.conftest import Dataset, preprocess
 from tests.unit.refusals import refuses
 
 NUM_TRAIN, NUM_VAL = 53, 37
@@ -38,7 +38,7 @@ LIMIT_S = 1.0
 
 
 @pytest.fixture(scope="module")
-def colours(tmp_path_factory: pytest.TempPathFactory) -> Artifact[DatasetManifest]:
+def colours(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """Images of one colour each: the red says which image, the green which split, the blue which class."""
     root = tmp_path_factory.mktemp("colours")
     for split, number in (("train", NUM_TRAIN), ("val", NUM_VAL)):
@@ -50,7 +50,7 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> Artifact[DatasetManifes
     return preprocess(root / "images", root / "dataset")
 
 
-def listed(dataset: Artifact[DatasetManifest], split: str) -> list[dict[str, Any]]:
+def listed(dataset: Dataset, split: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in dataset.file(f"{split}.jsonl").read_text().splitlines()]
 
 
@@ -65,7 +65,7 @@ def contents(batch: Batch) -> list[int]:
 
 
 @pytest.mark.parametrize("batch_size", [1, 8, 36, 37, 64])
-def test_evaluation_gives_each_image_once_in_order(colours: Artifact[DatasetManifest], batch_size: int) -> None:
+def test_evaluation_gives_each_image_once_in_order(colours: Dataset, batch_size: int) -> None:
     loader = Loader(colours, "val", PLAIN, batch_size=batch_size)
     entries = listed(colours, "val")
     expected = [int(Path(entry["path"]).stem) for entry in entries]
@@ -81,9 +81,7 @@ def test_evaluation_gives_each_image_once_in_order(colours: Artifact[DatasetMani
 
 
 @pytest.mark.parametrize(("num_shards", "batch_size"), [(2, 8), (3, 5), (7, 1), (NUM_VAL, 4), (NUM_VAL + 3, 2)])
-def test_the_ranks_together_evaluate_each_image_once(
-    colours: Artifact[DatasetManifest], num_shards: int, batch_size: int
-) -> None:
+def test_the_ranks_together_evaluate_each_image_once(colours: Dataset, num_shards: int, batch_size: int) -> None:
     seen = []
     for rank in range(num_shards):
         loader = Loader(colours, "val", PLAIN, batch_size=batch_size, shard_id=rank, num_shards=num_shards)
@@ -97,7 +95,7 @@ def test_the_ranks_together_evaluate_each_image_once(
     assert sorted(seen) == list(range(NUM_VAL))
 
 
-def test_layout_and_types_of_batches(colours: Artifact[DatasetManifest]) -> None:
+def test_layout_and_types_of_batches(colours: Dataset) -> None:
     batch = next(iter(Loader(colours, "val", PLAIN, batch_size=8)))
     assert (batch.images.shape, batch.images.dtype, batch.labels.dtype) == ((8, 3, 32, 32), torch.float32, torch.int64)
     assert batch.images.is_contiguous(memory_format=torch.channels_last)
@@ -110,7 +108,7 @@ def test_layout_and_types_of_batches(colours: Artifact[DatasetManifest]) -> None
     torch.testing.assert_close(fp16.labels, fp32.labels)
 
 
-def epochs_of(dataset: Artifact[DatasetManifest], number: int, **options: int) -> list[list[list[int]]]:
+def epochs_of(dataset: Dataset, number: int, **options: int) -> list[list[list[int]]]:
     """The images that each batch of each epoch holds."""
     loader = Loader(dataset, "train", PLAIN, augmentation=Augmentation(min_area=0.3), **options)
     return [[contents(batch) for batch in loader] for _ in range(number)]
@@ -123,8 +121,8 @@ def epochs_of(dataset: Artifact[DatasetManifest], number: int, **options: int) -
         *[(1, 2, 8), (1, 3, 5), (2, 2, 5), (2, 3, 2)],
     ],
 )
-def test_ranks_get_as_many_full_batches_and_no_image_twice_in_an_epoch(
-    colours: Artifact[DatasetManifest], num_shards: int, num_pipelines: int, batch_size: int
+def test_ranks_get_full_batches_and_no_image_twice(
+    colours: Dataset, num_shards: int, num_pipelines: int, batch_size: int
 ) -> None:
     options = {"batch_size": batch_size, "num_shards": num_shards, "num_pipelines": num_pipelines}
     ranks = [epochs_of(colours, 8, shard_id=rank, **options) for rank in range(num_shards)]
@@ -141,15 +139,13 @@ def test_ranks_get_as_many_full_batches_and_no_image_twice_in_an_epoch(
     assert len(parts) > 1 or batch_size == NUM_TRAIN  # the parts go round the ranks
 
 
-def test_accumulated_steps_are_whole_with_several_pipelines(colours: Artifact[DatasetManifest]) -> None:
+def test_accumulated_steps_are_whole_with_several_pipelines(colours: Dataset) -> None:
     for epoch in epochs_of(colours, 4, batch_size=4, num_pipelines=2, batches_per_step=5):
         images = [index for batch in epoch for index in batch]
         assert len(set(images)) == len(images) == 4 * (NUM_TRAIN // 4 // 5 * 5)
 
 
-def test_epochs_differ_and_the_seed_decides(
-    colours: Artifact[DatasetManifest], digits_dataset: Artifact[DatasetManifest]
-) -> None:
+def test_epochs_differ_and_the_seed_decides(colours: Dataset, digits_dataset: Dataset) -> None:
     first, second = epochs_of(colours, 2, batch_size=8, seed=1)
     assert first != second
     assert epochs_of(colours, 2, batch_size=8, seed=1) == [first, second]
@@ -167,9 +163,7 @@ def test_epochs_differ_and_the_seed_decides(
 
 @pytest.mark.parametrize("is_listed", [False, True])
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_an_image_that_is_damaged_or_that_dali_refuses(
-    colours: Artifact[DatasetManifest], tmp_path: Path, split: str, is_listed: bool
-) -> None:
+def test_an_image_that_is_damaged_or_that_dali_refuses(colours: Dataset, tmp_path, split: str, is_listed: bool) -> None:
     copy = Path(shutil.copytree(colours.path, tmp_path / "dataset"))
     shard = copy / colours.manifest.splits[split].shards[0]  # type: ignore[index]
     with tarfile.open(shard) as archive:
@@ -206,7 +200,7 @@ def picture(height: int, width: int, rng: np.random.Generator) -> Image.Image:
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Artifact[DatasetManifest]]:
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Dataset]:
     """JPEG pictures of SIZES as val split, and the folder they are in."""
     root = tmp_path_factory.mktemp("pictures")
     rng = np.random.default_rng(0)
@@ -244,7 +238,7 @@ def torchvisions(spec: TransformSpec, files: list[Path]) -> torch.Tensor:
     ],
 )
 def test_evaluation_is_torchvisions(
-    pictures: tuple[Path, Artifact[DatasetManifest]], interpolation: Interpolation, image_size: int, ratio: float
+    pictures: tuple[Path, Dataset], interpolation: Interpolation, image_size: int, ratio: float
 ) -> None:
     """Resize, central crop and normalization, to within rounding of 8-bit levels.
 
@@ -266,7 +260,7 @@ COLOUR = np.array([180.0, 90.0, 60.0])
 
 
 @pytest.fixture(scope="module")
-def orange(tmp_path_factory: pytest.TempPathFactory) -> Artifact[DatasetManifest]:
+def orange(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     root = tmp_path_factory.mktemp("orange")
     for index in range(64):
         folder = root / "images" / ("train" if index < 48 else "val") / f"class{index % 2}"
@@ -277,7 +271,7 @@ def orange(tmp_path_factory: pytest.TempPathFactory) -> Artifact[DatasetManifest
     return preprocess(root / "images", root / "dataset")
 
 
-def test_colour_jitter(orange: Artifact[DatasetManifest]) -> None:
+def test_colour_jitter(orange: Dataset) -> None:
     def jittered(**jitter: float) -> np.ndarray:
         """Colour in the middle of each image: [48, 3], levels."""
         augmentation = Augmentation(min_area=0.5, **jitter)
@@ -341,7 +335,7 @@ def test_hardware_decoder_settings_reach_the_operator_on_gpus_only(training: boo
         (256, 1, (0, 0), (375, 375)),
     ],
 )
-def test_memory_is_reserved_for_the_largest_image_within_4_gib(
+def test_memory_for_the_largest_image(
     batch_size: int, num_pipelines: int, size: tuple[int, int], expected: tuple[int, int]
 ) -> None:
     options = decoder_options(statistics(*size), batch_size, num_pipelines, device_id=0, hw_decoder_load=0.9)
@@ -442,7 +436,7 @@ def test_an_output_of_a_gpu_lives_until_it_is_copied(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_a_shard_that_does_not_answer(digits_dataset: Artifact[DatasetManifest], tmp_path: Path, split: str) -> None:
+def test_a_shard_that_does_not_answer(digits_dataset: Dataset, tmp_path: Path, split: str) -> None:
     copy = Path(shutil.copytree(digits_dataset.path, tmp_path / "dataset"))
     dataset = load(copy, DatasetManifest)
     shard = copy / dataset.manifest.splits[split].shards[-1]  # type: ignore[index]
@@ -470,9 +464,7 @@ class Stuck:
         return next(self.iterator)  # type: ignore[call-overload]
 
 
-def test_storage_that_stops_answering_in_the_middle_and_a_slow_consumer(
-    digits_dataset: Artifact[DatasetManifest],
-) -> None:
+def test_storage_that_stops_answering_in_the_middle_and_a_slow_consumer(digits_dataset: Dataset) -> None:
     reading, writing = os.pipe()
     loader = Loader(digits_dataset, "val", DIGITS, batch_size=60, read_timeout_s=LIMIT_S)
     for batch in loader:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.contracts.transforms import Augmentation, transform_for
 from components.common.data.loader import Batch, Loader
+from tests.conftest import Dataset
 from tests.unit.refusals import refuses
 
 SPEC = transform_for(32, resize_ratio=1.0)
@@ -19,7 +19,7 @@ BATCH_SIZE, NUM_BATCHES = 37, 6
 SIZES = (24, 40, 32)
 
 
-def build(dataset: Artifact[DatasetManifest], **options: Any) -> Loader:
+def build(dataset: Dataset, **options: Any) -> Loader:
     given = {"batch_size": BATCH_SIZE, "augmentation": EVERYTHING, "image_sizes": SIZES, "seed": 3, "num_shards": 2}
     return Loader(dataset, "train", **{"spec": SPEC, **given, **options})
 
@@ -36,8 +36,8 @@ def same(first: Batch, second: Batch) -> bool:
     ("rank", "num_pipelines", "first_epoch"),
     [pytest.param(0, 1, 0, marks=pytest.mark.slow), (1, 1, 0), (1, 2, 0), (0, 3, 0), (1, 1, 1)],
 )
-def test_a_resumed_loader_delivers_what_the_first_one_would_have(
-    digits_dataset: Artifact[DatasetManifest], rank: int, num_pipelines: int, first_epoch: int
+def test_resumed_loaders_deliver_the_rest(
+    digits_dataset: Dataset, rank: int, num_pipelines: int, first_epoch: int
 ) -> None:
     options = {"shard_id": rank, "num_pipelines": num_pipelines, "first_epoch": first_epoch}
     whole = build(digits_dataset, **options)
@@ -62,7 +62,7 @@ def test_a_resumed_loader_delivers_what_the_first_one_would_have(
         assert resumed.state() == states[done + len(rest)]
 
 
-def test_draws_differ_and_leave_the_callers_random_numbers_alone(digits_dataset: Artifact[DatasetManifest]) -> None:
+def test_draws_differ_and_leave_the_callers_random_numbers_alone(digits_dataset: Dataset) -> None:
     """Or the test above would pass on a loader that repeats one batch."""
     torch.manual_seed(7)
     expected = torch.rand(3)
@@ -74,7 +74,7 @@ def test_draws_differ_and_leave_the_callers_random_numbers_alone(digits_dataset:
         assert not any(same(batch, other) for other in batches[index + 1 :])
 
 
-def test_an_epoch_left_in_the_middle_is_continued(digits_dataset: Artifact[DatasetManifest]) -> None:
+def test_an_epoch_left_in_the_middle_is_continued(digits_dataset: Dataset) -> None:
     expected = take(build(digits_dataset), 1)
     loader = build(digits_dataset)
     for batch, first in zip(loader, expected[:2], strict=False):
@@ -97,9 +97,7 @@ def test_an_epoch_left_in_the_middle_is_continued(digits_dataset: Artifact[Datas
         ({"spec": transform_for(32, resize_ratio=1.0, interpolation="bicubic")}, "'interpolation': 'bicubic'"),
     ],
 )
-def test_the_state_of_another_loader_is_refused(
-    digits_dataset: Artifact[DatasetManifest], other: dict[str, Any], message: str
-) -> None:
+def test_the_state_of_another_loader_is_refused(digits_dataset: Dataset, other: dict[str, Any], message: str) -> None:
     state = build(digits_dataset).state()
     with refuses("other-loader-state", says=message):
         build(digits_dataset, state=state, **other)
@@ -117,9 +115,7 @@ def test_the_state_of_another_loader_is_refused(
         lambda state: state.clear(),
     ],
 )
-def test_a_damaged_state_is_refused(
-    digits_dataset: Artifact[DatasetManifest], damage: Callable[[dict[str, Any]], Any]
-) -> None:
+def test_a_damaged_state_is_refused(digits_dataset: Dataset, damage: Callable[[dict[str, Any]], Any]) -> None:
     state = build(digits_dataset).state()
     damage(state)
     with refuses("damaged-loader-state"):
@@ -129,7 +125,7 @@ def test_a_damaged_state_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["mixup_alpha", "cutmix_alpha"])
-def test_mixing_is_of_images_and_labels_alike(digits_dataset: Artifact[DatasetManifest], kind: str) -> None:
+def test_mixing_is_of_images_and_labels_alike(digits_dataset: Dataset, kind: str) -> None:
     still = {"flip_probability": 0.5, "min_area": 0.3}
     plain = take(build(digits_dataset, augmentation=Augmentation(**still), image_sizes=()), 1)
     mixed = take(build(digits_dataset, augmentation=Augmentation(**still, **{kind: 1.0}), image_sizes=()), 1)

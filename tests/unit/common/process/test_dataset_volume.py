@@ -32,7 +32,7 @@ def volume(tmp_path: Path) -> Path:
     return tmp_path / "volume"
 
 
-def test_a_part_and_the_whole_lie_in_the_volume_and_outputs_are_manifests(
+def test_parts_lie_in_the_volume_and_outputs_are_manifests(
     few_digits: Path, tmp_path: Path, volume: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part, parts = tmp_path / "part", json.dumps([str(tmp_path / "part")])

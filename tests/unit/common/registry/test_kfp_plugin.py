@@ -14,11 +14,11 @@ from mlflow.entities import Param, Run
 
 from components.common.contracts.environment import EXPERIMENT_VARIABLE, KFP_RUN_VARIABLE
 from components.common.contracts.errors import UserError
-from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.process.steplog import StepLog
 from components.common.registry.store import prepare_sqlite
 from components.common.registry.tracking import KfpPipelineRun, StepRun, step_run
 from components.train.__main__ import STEP
+from tests.conftest import Dataset
 
 INPUTS = {"architecture": "squeezenet1_1", "epochs": 1, "image_size": 32, "seed": 0, "settings": {"tf32": True}}
 
@@ -54,8 +54,8 @@ def plugin(tmp_path: Path) -> Plugin:
     return Plugin(tmp_path)
 
 
-def test_a_step_logs_into_the_run_that_the_plugin_made_and_leaves_its_end_to_it(
-    plugin: Plugin, digits_dataset: Artifact[DatasetManifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_steps_log_into_the_plugins_run_and_leave_its_end(
+    plugin: Plugin, digits_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id = plugin.start("train", monkeypatch)
     settings = {"architecture": "squeezenet1_1", "epochs": 1, "image_size": 32, "global_batch_size": 64}

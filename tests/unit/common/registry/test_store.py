@@ -200,9 +200,7 @@ def test_another_server_that_a_version_names_is_not_asked(tracking: TrackingServ
         {"path": "manifest.json", "is_dir": True},  # which holds one of its kind, and so on
     ],
 )
-def test_files_without_end_are_not_brought(
-    tracking: TrackingServer, monkeypatch: pytest.MonkeyPatch, entry: dict[str, Any], file: str
-) -> None:
+def test_endless_files_are_not_brought(tracking: TrackingServer, monkeypatch, entry: dict[str, Any], file: str) -> None:
     monkeypatch.setattr(model_registry, "_MAX_ENTRIES", 20)
     registry = registry_of(tracking)
     tracking.listing = (200, {"files": [entry]})

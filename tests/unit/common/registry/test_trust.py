@@ -14,7 +14,6 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 
-from components.common.contracts.manifests import Artifact, DatasetManifest
 from components.common.registry import trust
 from components.common.registry.audit_log import Proposal, change_aliases
 from components.common.registry.keys import signing_key
@@ -22,6 +21,7 @@ from components.common.registry.model_registry import Registry
 from components.common.registry.version_evaluation import load_evaluation
 from components.promote import champion
 from enginery.release.fetch import fetch, read_identity
+from tests.conftest import Dataset
 from tests.pipelines.servers import free_port, server
 from tests.unit.registered import (
     PARTS,
@@ -143,9 +143,7 @@ def test_a_bundle_that_names_files_elsewhere(tmp_path: Path, change: Callable[[d
     assert (tmp_path / "victim" / "bashrc").read_text() == "own"
 
 
-def test_without_a_policy_each_use_says_that_nobody_vouches(
-    store: str, checkout: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_policy_uses_say_that_nobody_vouches(store: str, checkout: Path, tmp_path, capfd, caplog) -> None:
     """promote, serve, deploy, fetch and the Python model."""
     paths = make_chain(tmp_path / "a-050", 50)
     for use in (
@@ -357,7 +355,7 @@ def test_an_approval_from_the_future_shuts_no_later_one_out(trusted: Machine, st
     served("m/1", tmp_path / "out")
 
 
-def test_a_downgrade_to_an_older_approved_version(
+def test_downgrades_to_approved_versions(
     trusted: Machine, store: str, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The alias is put back to a version that was approved once: its signatures are all right."""
@@ -533,8 +531,8 @@ def test_a_policy_that_can_not_be_read_trusts_nothing(trusted: Machine, tmp_path
         served("m/1", tmp_path / "out")
 
 
-def test_a_forged_champion_is_not_run_to_be_measured_again(
-    machine: Machine, registry: Registry, tmp_path: Path, digits_dataset: Artifact[DatasetManifest], monkeypatch
+def test_forged_champions_are_not_run(
+    machine: Machine, registry: Registry, tmp_path: Path, digits_dataset: Dataset, monkeypatch
 ) -> None:
     """Tags, entry in the log and alias are right, as a registry writer makes them; `promote` would run its bundle."""
     old = make_chain(tmp_path / "old", 99.0, data=digits_dataset, favourite=3, split="other")

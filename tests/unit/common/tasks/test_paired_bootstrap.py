@@ -32,7 +32,7 @@ def sentences(num: int, share: float, seed: int = 1) -> Predictions:
     ("predict", "num_images", "wrong"),
     [(boxes, 300, (1.0, 1.6)), (masks, 200, (0.05, 0.10)), (sentences, 192, (0.05, 0.10))],
 )
-def test_a_worse_model_is_seen_to_be_worse_and_an_equal_one_loses_nothing(
+def test_worse_models_are_seen_and_equal_ones_lose_nothing(
     predict: Predict, num_images: int, wrong: tuple[float, float]
 ) -> None:
     fp32, worse = (predict(num_images, share) for share in wrong)

@@ -18,6 +18,7 @@ from components.common.data.loader import Batch
 from components.common.tasks.translation.batches import LENGTH_STEP, SentenceLoader
 from components.common.tasks.translation.vocabulary import BOS, EOS, PAD, Vocabulary, train_vocabulary
 from enginery.datasets.phrases import phrase_pair
+from tests.conftest import Dataset
 from tests.unit.refusals import refuses
 
 NUM_TRAIN, NUM_VAL = 1000, 103
@@ -35,7 +36,7 @@ def pairs() -> dict[str, list[tuple[str, str]]]:
 
 
 @pytest.fixture
-def dataset(pairs: dict[str, list[tuple[str, str]]], tmp_path: Path) -> Artifact[DatasetManifest]:
+def dataset(pairs: dict[str, list[tuple[str, str]]], tmp_path: Path) -> Dataset:
     train_vocabulary(
         (line for split in pairs.values() for pair in split for line in pair), 400, tmp_path / "vocabulary.model"
     )
@@ -63,7 +64,7 @@ def dataset(pairs: dict[str, list[tuple[str, str]]], tmp_path: Path) -> Artifact
     return Artifact(path=tmp_path, manifest=manifest, digest="")
 
 
-def train(dataset: Artifact[DatasetManifest], **options: Any) -> SentenceLoader:
+def train(dataset: Dataset, **options: Any) -> SentenceLoader:
     given = {"batch_size": BATCH_SIZE, "batches_per_step": PER_STEP, "seed": 3, "num_shards": NUM_SHARDS}
     return SentenceLoader(dataset, "train", training=True, **{**given, **options})
 
@@ -72,15 +73,15 @@ def same(first: Batch, second: Batch) -> bool:
     return torch.equal(first.images, second.images) and torch.equal(first.labels, second.labels)
 
 
-def sentences(dataset: Artifact[DatasetManifest], batch: Batch) -> list[tuple[str, str]]:
+def sentences(dataset: Dataset, batch: Batch) -> list[tuple[str, str]]:
     vocabulary = Vocabulary.read(dataset.file("vocabulary.model"))
     sides = (vocabulary.decode(tokens.tolist()) for tokens in (batch.images[:, 0], batch.labels))
     return list(zip(*sides, strict=True))
 
 
 @pytest.mark.parametrize("length_step", [1, LENGTH_STEP])  # on a CPU and on a GPU
-def test_a_batch_is_what_the_network_reads_and_predicts(
-    dataset: Artifact[DatasetManifest], pairs: dict[str, list[tuple[str, str]]], length_step: int
+def test_batches_are_as_networks_read(
+    dataset: Dataset, pairs: dict[str, list[tuple[str, str]]], length_step: int
 ) -> None:
     loader = SentenceLoader(dataset, "val", training=False, batch_size=10)
     assert loader._length_step == 1
@@ -112,9 +113,7 @@ def test_a_batch_is_what_the_network_reads_and_predicts(
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 7, 200])
-def test_validation_has_each_pair_once(
-    dataset: Artifact[DatasetManifest], pairs: dict[str, list[tuple[str, str]]], num_shards: int
-) -> None:
+def test_validation_has_all_pairs(dataset: Dataset, pairs: dict[str, list[tuple[str, str]]], num_shards: int) -> None:
     loaders = [
         SentenceLoader(dataset, "val", training=False, batch_size=9, shard_id=shard, num_shards=num_shards)
         for shard in range(num_shards)
@@ -127,8 +126,8 @@ def test_validation_has_each_pair_once(
         loaders[0].state()
 
 
-def test_an_epoch_has_no_pair_twice_and_little_padding(
-    dataset: Artifact[DatasetManifest], pairs: dict[str, list[tuple[str, str]]]
+def test_epochs_have_no_pair_twice_and_little_padding(
+    dataset: Dataset, pairs: dict[str, list[tuple[str, str]]]
 ) -> None:
     loaders = [train(dataset, shard_id=shard) for shard in range(NUM_SHARDS)]
     epochs: list[list[tuple[str, str]]] = []
@@ -151,7 +150,7 @@ def test_an_epoch_has_no_pair_twice_and_little_padding(
     assert np.mean(shares) > 0.55 > unsorted
 
 
-def test_the_processes_have_batches_of_the_same_length(dataset: Artifact[DatasetManifest]) -> None:
+def test_the_processes_have_batches_of_the_same_length(dataset: Dataset) -> None:
     first, second = (list(train(dataset, shard_id=shard)) for shard in range(NUM_SHARDS))
     assert not any(map(same, first, second))
     apart = [abs(one.labels.shape[1] - other.labels.shape[1]) for one, other in zip(first, second, strict=True)]
@@ -159,9 +158,7 @@ def test_the_processes_have_batches_of_the_same_length(dataset: Artifact[Dataset
 
 
 @pytest.mark.parametrize("first_epoch", [0, 2])
-def test_a_resumed_loader_delivers_what_the_first_one_would_have(
-    dataset: Artifact[DatasetManifest], first_epoch: int
-) -> None:
+def test_resumed_loaders_deliver_the_rest(dataset: Dataset, first_epoch: int) -> None:
     whole = train(dataset, shard_id=1, first_epoch=first_epoch)
     states, batches = [whole.state()], []
     for _ in range(3):
@@ -179,7 +176,7 @@ def test_a_resumed_loader_delivers_what_the_first_one_would_have(
     assert all(map(same, batches[NUM_BATCHES : 2 * NUM_BATCHES], later))
 
 
-def test_another_number_of_processes_resumes_between_two_steps(dataset: Artifact[DatasetManifest]) -> None:
+def test_another_number_of_processes_resumes_between_two_steps(dataset: Dataset) -> None:
     def steps(num_shards: int, per_step: int, state: dict[str, Any]) -> list[list[tuple[str, str]]]:
         options = {"num_shards": num_shards, "batches_per_step": per_step, "state": state}
         size = 48 // num_shards // per_step
@@ -207,9 +204,7 @@ def test_another_number_of_processes_resumes_between_two_steps(dataset: Artifact
         ({"batches_per_step": 6, "batch_size": 4}, "batches_per_step 3 instead of 6"),  # in the middle of a step
     ],
 )
-def test_the_state_of_another_loader_is_refused(
-    dataset: Artifact[DatasetManifest], other: dict[str, Any], word: str
-) -> None:
+def test_the_state_of_another_loader_is_refused(dataset: Dataset, other: dict[str, Any], word: str) -> None:
     loader = train(dataset)
     next(iter(loader))
     with refuses("other-loader-state", says=word):
@@ -218,7 +213,7 @@ def test_the_state_of_another_loader_is_refused(
         train(dataset, state={**loader.state(), "num_delivered": 2})
 
 
-def test_too_few_pairs_and_a_changed_file(dataset: Artifact[DatasetManifest]) -> None:
+def test_too_few_pairs_and_a_changed_file(dataset: Dataset) -> None:
     with refuses("too-few-images", "train.global_batch_size"):
         train(dataset, batch_size=200)
     path = dataset.file("train.tsv")

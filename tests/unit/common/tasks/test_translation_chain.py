@@ -106,9 +106,7 @@ def test_training_resumes_within_an_epoch(translator: Chain, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(("settings", "fix"), [({}, "to 32. Gradients"), ({"per_gpu_batch_size": 1}, ": leave out")])
-def test_memory_that_runs_out_is_named(
-    settings: dict[str, int], fix: str, translator: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_is_named(settings: dict[str, int], fix: str, translator: Chain, tmp_path, monkeypatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
