@@ -386,7 +386,6 @@ class Machine:
         self.monkeypatch.delenv(trust.POLICY_VARIABLE)
 
     def key(self, name: str) -> Path:
-        """The private one."""
         return self.keys[name][0]
 
     def judged(self, name: str, signer: str = "ci") -> dict[str, Path]:

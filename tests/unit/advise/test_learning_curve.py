@@ -90,7 +90,6 @@ def test_parts_of_the_digits_are_trained_for_as_many_steps(tmp_path: Path, monke
 
 
 def test_errors_that_follow_no_curve_are_said() -> None:
-    """Of trainings that were too short, which get worse and then better; and of some that follow one."""
     for errors, is_missed in (((0.42, 0.71, 0.55, 0.17), True), ((0.04, 0.02, 0.012, 0.006), False)):
         points = [
             Point(num_images=number, errors=(error,))

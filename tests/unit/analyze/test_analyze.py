@@ -618,7 +618,6 @@ def test_the_command_reads_the_standard_input(bundle: Bundle, tmp_path: Path) ->
 
 
 def test_frames_are_transformed_as_images_are_to_the_bit() -> None:
-    """Of sizes whose scaling and cropping round in every way."""
     spec, random = TransformSpec(resize_size=72, crop_size=64), np.random.default_rng(0)
     frames = [random.integers(0, 256, (*size, 3), np.uint8) for size in ((120, 200), (321, 77), (64, 64), (135, 91))]
     files = [io.BytesIO() for _ in frames]

@@ -29,7 +29,6 @@ def test_every_kind_of_held_out_row_has_some() -> None:
 
 
 def test_rows_are_what_was_measured() -> None:
-    """One of each file: a figure that a reader finds there."""
     speeds = {(row.source, row.precision, row.network, row.batch): row.images_per_s for row in advise.measured_rows()}
     assert speeds["h200/engines_resnet50.json", "int8", "resnet50", 128] == 62467.2588
     assert round(speeds["h200/networks.json", "fp16", "convnext_tiny", 1]) == 1271

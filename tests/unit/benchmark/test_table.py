@@ -42,7 +42,6 @@ def test_published_rows():
 
 
 def test_published_efficiency_is_what_the_paper_prints():
-    """Its own column, to the precision that it prints: the rows were read right."""
     with open("enginery/benchmark/whitepaper.csv", encoding="utf-8") as file:
         printed = [entry for entry in csv.DictReader(file) if entry["unit"] == "images"]
     assert len(printed) == 108

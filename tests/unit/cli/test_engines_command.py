@@ -35,7 +35,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def test_what_is_refused(tmp_path: Path, bundle: Path, started: list[list[str]]) -> None:
-    """Refusals: no bundle, and a machine without TensorRT."""
     with refuses("tensorrt-unavailable"):
         enginery("engines", bundle, "--data", bundle)
     (bundle / "int8.onnx").unlink()

@@ -76,7 +76,6 @@ def logs(pods: Pods, monkeypatch: pytest.MonkeyPatch) -> PodLogs:
 
 
 def test_the_steps_lines_are_shown_behind_their_names(pods: Pods, logs: PodLogs, capsys) -> None:
-    """Those of a broken connection from where it broke."""
     pods.pods, pods.breaks = (
         [
             pod("r-driver-1", "resnet50-x7k2p.root.train-driver"),
@@ -93,7 +92,6 @@ def test_the_steps_lines_are_shown_behind_their_names(pods: Pods, logs: PodLogs,
 
 
 def test_a_pod_that_takes_the_place_of_a_lost_one_is_read_too(pods: Pods, logs: PodLogs, capsys) -> None:
-    """Argo gives it the same name."""
     for uid in ("a", "b"):
         pods.pods = [pod("r-impl-1", "resnet50-x7k2p.root.train.executor(0)")]
         pods.pods[0].metadata.uid = uid

@@ -155,7 +155,6 @@ def test_timings_of_other_builds_are_not_read(monkeypatch):
 
 
 def convolution(value: float, width: int = 4) -> onnx.ModelProto:
-    """A convolution."""
     weights = numpy_helper.from_array(np.full((width, 3, 1, 1), value, np.float32), "weights")
     return helper.make_model(helper.make_graph([], "one", [], [], [weights]))
 
@@ -279,7 +278,6 @@ def test_a_plan_that_can_not_run_is_built_at_another_level(build, tmp_path, aske
 
 @pytest.mark.parametrize(("precision", "expected"), [("fp32", 1.3), ("fp16", 1.25), ("int8", 1.3)])
 def test_weights_of_fp16_are_rounded_for_tensorrt_alone(build, tmp_path, precision, expected):
-    """Also in the second try; and the manifest says so."""
     file = network(tmp_path, num_convs=2, weight=1.3)
     before = file.read_bytes()
     tried, entry = build(file, [FAILS_TO_MERGE], precision, mantissa_bits=2)

@@ -105,7 +105,6 @@ def test_summary():
 
 
 def test_nodes_that_have_no_name_in_the_onnx_file():
-    """Of a user's own file, which is taken over as it is."""
     layers = [layer("FP16", "node_of_conv1_out", "node_of_relu1_out"), layer("FP32", "node_of_conv2_out")]
     found = summarize(layers, ["conv1_out", "conv2_out"], own="FP16", file="f")
     assert found.convolutions == {"FP16": 1, "FP32": 1}

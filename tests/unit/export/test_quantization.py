@@ -52,7 +52,6 @@ class Said(StepLog):
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory) -> Path:
-    """Four convolutions."""
     torch.manual_seed(0)
     layers = []
     for inputs, outputs, stride in ((3, 16, 2), (16, 16, 1), (16, 32, 2)):

@@ -227,7 +227,6 @@ def test_what_no_plans_are_built_of(original, export, tmp_path, change, settings
 
 
 def test_without_tensorrt(original, export, tmp_path):
-    """Of a model, too, before anything is done with it."""
     for model, settings in ((original.path, {}), (tmp_path / "absent.onnx", {"tensorrt": "on"})):
         with refuses("tensorrt-unavailable"):
             export(model, **settings)

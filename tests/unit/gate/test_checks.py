@@ -60,7 +60,6 @@ def check(name: str, accuracy: AccuracyReport, benchmark: BenchmarkReport | None
     ],
 )
 def test_what_was_measured_at_the_threshold(name: str, fp32: float, own: float, threshold: float, verdict: str) -> None:
-    """Without the interval, which `confident` asks for."""
     accuracy = accuracy_report(accuracy_row("fp32", fp32), accuracy_row("int8", own))
     settings = {"max_drop_points": 100.0, "confident": False, CHECKS[name].setting: threshold}
     found = check(name, accuracy, **settings)

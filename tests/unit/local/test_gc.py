@@ -107,7 +107,6 @@ def test_no_rule_and_bad_values_are_refused() -> None:
 
 
 def test_run_that_an_alias_points_to_survives(registry: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
-    """Also one that was killed, by its MLflow run."""
     home, ids = registry
     needed = in_use(StateDirectory(path=home))
     uri = f"sqlite:///{home}/mlflow.db"

@@ -158,7 +158,6 @@ def test_what_a_run_needs_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_names_of_own_files_are_found_beside_folders_of_the_same_name(tmp_path: Path, monkeypatch) -> None:
-    """As after `enginery data shapes shapes`."""
     monkeypatch.chdir(tmp_path)
     for name in ("shapes", "detection"):
         (tmp_path / name).mkdir()

@@ -436,7 +436,6 @@ def memory(monkeypatch: pytest.MonkeyPatch, total_bytes: int, available_bytes: i
 
 
 def test_more_memory_than_there_is_is_refused_with_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that others hold is a warning, and enough is silence."""
     for total_gb, available_gb, fix in ((16, 14, "Try --global-batch-size 136, a smaller"), (3, 2, "Try a smaller")):
         memory(monkeypatch, total_gb * GB, available_gb * GB)
         with refuses("too-little-memory", "--global-batch-size") as caught:
@@ -473,7 +472,6 @@ def test_memory_of_translators_is_that_of_short_sentences(monkeypatch: pytest.Mo
 
 
 def test_weights_alone_can_be_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the batch, where memory is little for the network; and the most images that fit where some do."""
     huge = {**LARGE, "global_batch_size": 1, "train": {"precision": "bf16"}}
     memory(monkeypatch, 4 * GB, 3 * GB, (Gpu(name="P4", memory_bytes=preflight._REST_BYTES + GB // 4, driver="580"),))
     assert "weights, gradients and optimizer alone take" in check_memory(huge)

@@ -203,7 +203,6 @@ def test_tables_of_few_bytes_that_claim_many(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("key", ["path", "label"])
 def test_one_long_value_of_many_rows_takes_no_memory(tmp_path: Path, key: str) -> None:
-    """Of a few hundred bytes, each row would take 20,000."""
     table = tmp_path / "t.parquet"
     columns: dict[str, Any] = {"path": ["a/0.png"] * 2_000, "label": ["a"] * 2_000, key: ["\U0001f600" * 5_000] * 2_000}
     parquet.write_table(pyarrow.table(columns), table, compression="zstd")

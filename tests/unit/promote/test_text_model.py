@@ -102,7 +102,6 @@ def test_predict_translates_arguments_and_lines(translator: Chain, opened: Trans
 
 
 def test_a_line_of_output_has_no_control_characters_and_keeps_what_languages_need() -> None:
-    """Marks of direction of Hebrew and addresses stay."""
     said = "\u05d0\u200f: http://a/?token=12345678901234567"
     assert on_one_line(f"{said}\n\x1b\u202e") == f"{said}   "
 
@@ -119,7 +118,6 @@ def test_inspect_shows_what_each_precision_says(translator: Chain, opened: Trans
 
 
 def test_inspect_names_a_precision_that_does_not_run_here(translator: Chain, tmp_path: Path) -> None:
-    """FP16 of a bundle that was made on a GPU."""
     bundle = shutil.copytree(translator.bundle, tmp_path / "bundle")
     reseal(bundle, lambda record: record["models"].update(fp16="int8.onnx", fp16_encoder="int8_encoder.onnx"))
     results = json.loads(enginery("inspect", "--bundle", bundle, "--sentence", "12 May", "--json").stdout)["results"]

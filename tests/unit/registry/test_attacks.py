@@ -281,7 +281,6 @@ def test_each_attack_is_refused_by_each_use(scene: Scene, registry: Registry) ->
     ],
 )
 def test_a_link_swapped_between_check_and_use(scene: Scene, monkeypatch, name: str, module: str, code: str) -> None:
-    """Of the others: test_release.py and test_pyfunc.py."""
     own = [scene.chain["bundle"] / "int8.onnx", scene.version / "bundle/int8.onnx"]
     own.append(scene.repository / "m_preprocess/1/model.py")
     before, checked = files(scene.repository), []

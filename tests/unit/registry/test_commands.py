@@ -123,7 +123,6 @@ def test_a_database_that_may_only_be_read(three: str, registry: Registry) -> Non
 
 
 def test_a_database_that_can_not_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is to move it away."""
     (tmp_path / "mlflow.db").mkdir()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     with refuses("permission-denied", says=f"can't use {tmp_path / 'mlflow.db'}: it can't be opened or written"):

@@ -58,7 +58,6 @@ def test_what_is_listed_comes_and_nothing_else(bundle: Path, tmp_path: Path) -> 
 
 
 def test_two_fetch_into_one_folder(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slower one finds what it was asked for, and what a killed one left goes."""
     target, left = tmp_path / "copy", tmp_path / ".copy.01234567.tmp"
     left.mkdir()
     os.utime(left, (0, 0))

@@ -184,7 +184,6 @@ def test_manifests_that_lead_elsewhere_or_are_none(machine: Machine, oci: Regist
 
 
 def test_who_writes_the_registry_can_add_nothing(machine: Machine, oci: Registry, tmp_path: Path) -> None:
-    """By the tag and the digest of manifest.json, as a pod asks."""
     made = pushed(machine, oci.address)
     manifest = manifest_of(oci, made.oci_digest)
     oci.blobs[digest_of(b"import os")] = b"import os"

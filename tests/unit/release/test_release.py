@@ -32,7 +32,6 @@ def release(output: Path, parts: dict[str, Path], *more: object) -> str:
 
 
 def test_a_release_of_a_registered_version(promoted, proved, tmp_path: Path) -> None:
-    """And coreutils, OpenSSL and model-signing agree."""
     (private, public), out = write_keys(tmp_path / "signer"), tmp_path / "out"
     text = enginery("release", out, f"{NAME}@candidate", "--key", private).output
     assert f"release:   {NAME} version 1 @candidate @champion" in text
@@ -216,7 +215,6 @@ def test_keys_of_every_kind(proved, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_killed_processes_left(proved, tmp_path: Path) -> None:
-    """It goes, and what another process writes just now stays, even for hours."""
     killed, begun, held, mine = (tmp_path / f".out.{name}.tmp" for name in ("0" * 8, "1" * 8, "2" * 8, "mine"))
     for left in (killed, begun, held, mine):
         left.mkdir()
@@ -231,8 +229,6 @@ def test_what_killed_processes_left(proved, tmp_path: Path) -> None:
 
 
 def test_an_interrupted_release_leaves_nothing(proved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two to one folder the first one stays."""
-
     def then(end: Callable[[], object]) -> None:
         monkeypatch.setattr(writing, "write_model", lambda *arguments: [write_model(*arguments), end()][0])
 

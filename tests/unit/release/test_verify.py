@@ -258,7 +258,6 @@ RECORD, BOM, MODEL, NO_MODEL = "release.json", "inputs.cdx.json", "MLmodel", "is
     ],
 )
 def test_files_that_contradict_the_chain(release: Path, file: str, change: Forgery | str, said: str) -> None:
-    """Among them the description of what MLflow would run."""
     if isinstance(change, str):
         (release / file).write_text(change)
     else:

@@ -78,7 +78,6 @@ TOO_LONG = ("IMAGE", "BYTES", [1, 1], struct.pack("<I", 1000) + b"abc")
     ],
 )
 def test_wrong_tensors(served, sent, model: str, message: str) -> None:
-    """Those of the labels leave the metrics alone, too."""
     answer = served.send(*sent, NAME + model)
     assert (answer.status, message in answer.error) == (400, True), answer
 
@@ -146,7 +145,6 @@ def test_what_only_the_operator_may(served, path: str, call: Callable[[grpc.Infe
 
 
 def test_a_client_that_goes_away(served) -> None:
-    """In the middle of its request, and before the answer."""
     body = encoded([picture((3000, 3000))])
     tensor = b'{"name":"IMAGE","datatype":"BYTES","shape":[1,1],"parameters":{"binary_data_size":%d}}' % len(body)
     head = b'{"inputs":[%s]}' % tensor

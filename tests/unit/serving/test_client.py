@@ -46,7 +46,6 @@ def url(request: pytest.FixtureRequest, served: Running) -> str:
 
 
 def test_both_protocols_give_the_validated_answer(url: str, images: list[bytes], source) -> None:
-    """Of images those of the Python model, and of tensors the runner's logits."""
     shapes = source.bundle.manifest.shapes
     tensors = np.random.default_rng(0).standard_normal(shapes.input_shape(3), dtype=np.float32)
     with Client(url, retry=ONCE) as client:
@@ -190,7 +189,6 @@ def own(triton, exported, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def test_predictions_are_counted_by_label_and_confidence(own: Running, images: list[bytes]) -> None:
-    """They are handed on once a second."""
     with Client(f"http://127.0.0.1:{own.http}", model=NAME, retry=ONCE) as client:
         answers = client.classify_all(images)
     deadline = time.monotonic() + 600
@@ -270,7 +268,6 @@ def test_with_and_without_dynamic_batching_and_then_as_before(own: Running, tmp_
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_damaged_requests(served: Running, protocol: requests.Protocol) -> None:
-    """benchmarks/fuzz.py sends more."""
     port = getattr(served, protocol)
     wrong, _, grown_bytes = requests.run_requests(100, 0, port, NAME, served.process.pid, protocol)
     assert wrong == {}

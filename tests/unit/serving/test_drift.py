@@ -45,7 +45,6 @@ def counted(running: Running) -> dict[str, float]:
 
 
 def gauges(running: Running, name: str) -> dict[str, float]:
-    """By statistic."""
     found = {key: value for key, value in metrics(running).items() if key.startswith(f"enginery_drift_{name}{{")}
     return {key.split('statistic="')[1].split('"')[0]: value for key, value in found.items()}
 

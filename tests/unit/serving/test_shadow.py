@@ -245,7 +245,6 @@ def test_a_challenger_that_another_server_runs(champion, served, source, exporte
 
 
 def test_ids_of_any_kind(champion, challenger, images, tmp_path: Path) -> None:
-    """No request's id fails a request, or spoils the record."""
     names = itertools.cycle((b"", b"\xff\xc3", b"x" * 200_000, "a\u2028b".encode()))  # the last ends a line, as text
     with asked_meanwhile(champion.log.parent / "home", lambda: ask(champion, images[:1], next(names))):
         enginery("shadow", challenger, *IN_PROCESS, "--output", tmp_path / "out")
@@ -300,7 +299,6 @@ IMAGE_HALF = {"key": 1, "id": "r", "seen": 7, "dropped": 2, "time": 1.0}
 )
 @pytest.mark.parametrize("is_greeted", [True, False])
 def test_messages_that_no_server_sends(message: bytes, is_greeted: bool, tmp_path: Path) -> None:
-    """Each ends its own connection alone."""
     with SampleListener.at(tmp_path / "s", print) as listener, ThreadPoolExecutor() as pool:
         good, bad = (Client(str(tmp_path / "s")) for _ in range(2))
         with good, bad:

@@ -123,7 +123,6 @@ def run(call: Callable[[], object], retry: RetryPolicy) -> tuple[list[float], ob
 
 
 def test_no_connection_is_tried_again_until_patience_ends_and_an_answer_not() -> None:
-    """Neither a refusal nor a late one."""
     times, result = run(Mock(side_effect=ConnectionRefusedError("refused")), QUICK)
     assert isinstance(result, ServerUnreachable)
     assert QUICK.retry_s - QUICK.most_pause_s < times[-1] - times[0] <= QUICK.retry_s
@@ -181,8 +180,6 @@ def test_answers_in_json_are_read_and_those_without_the_outputs_are_the_servers_
 
 
 def test_nobody_is_led_to_another_host() -> None:
-    """Neither a client, with the key for loading, nor a load test."""
-
     async def go(leading: ServerAddress) -> tuple[str, str] | None:
         for attempt in ("ready", "index", "load", "infer"):
             transport = Transport(leading, "0123456789abcdef")

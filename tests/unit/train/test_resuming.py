@@ -155,7 +155,6 @@ def test_another_number_of_processes_resumes_within_an_epoch(go: Go, train: Trai
 
 @pytest.mark.slow
 def test_the_same_number_of_processes_resumes_to_the_same_bits(go: Go, train: Train) -> None:
-    """Also after another number of them, and where one of them was killed."""
     found = []
     for name, log in (("killed", Killer(14)), ("other", Log())):
         go(name, sigterm_after=6, **LEARNS)

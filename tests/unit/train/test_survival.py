@@ -49,7 +49,6 @@ class Place:
         return said
 
     def steps(self) -> list[int]:
-        """Of the checkpoints that are there."""
         return sorted(
             int(path.stem.split("-")[1]) for path in self.output.glob(f"{PARTIAL_OUTPUT}/*/step-*.safetensors")
         )

@@ -336,7 +336,6 @@ def test_training_ends_when_validation_reaches_the_target(train: Train) -> None:
 
 
 def test_short_epochs_have_live_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the training of several epochs together, without what lies between them."""
     monkeypatch.setattr(speed, "LIVE_S", 0.5)
     meter = SpeedMeter(nn.Linear(2, 2), World(device=CPU), torch.float32, tf32=False)
     found = []

@@ -115,7 +115,6 @@ def test_the_chance_level(architecture: str, counts: tuple[int, ...], score_pct:
 
 
 def test_warnings_of_a_run(train: Train) -> None:
-    """Nothing was learned, sizes are left over, and six steps are too few for a profile."""
     log = Log()
     checkpoint = train(log, learning_rate=1e-9, epochs=1, image_sizes=[24, 32, 32], profile_steps=2)
     assert checkpoint.manifest.profile is None

@@ -486,7 +486,6 @@ REPORTS = {
 
 @pytest.fixture(scope="session")
 def reports() -> dict[str, Report]:
-    """By what is special about each."""
     return REPORTS
 
 
@@ -498,5 +497,4 @@ def make_history() -> Callable[[int], tuple[EpochRecord, ...]]:
 
 @pytest.fixture(scope="session")
 def speeds() -> tuple[BenchmarkRow, ...]:
-    """Three precisions, as a GPU has them."""
     return benchmark_rows()

@@ -229,7 +229,6 @@ def test_sentences_can_do_nothing_to_the_page_or_its_reader(reports: dict[str, R
     ],
 )
 def test_every_precision_has_a_matrix(name: str, start: str, reports: dict[str, Report], tmp_path: Path) -> None:
-    """As a table, or as a picture of many classes; FP32's and FP16's are shown folded."""
     page, _ = write(reports[name], tmp_path, drawn=start == "<image ")
     for other in ('<table class="heat', "<image "):
         assert page.count(other) == (3 if other == start else 0)

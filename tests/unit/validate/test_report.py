@@ -264,7 +264,6 @@ def test_an_unmeasured_precision_is_a_verdict_without_comparison(chain: Chain, t
 
 
 def test_mlflow_has_report_and_data(chain: Chain, few_digits: Path, empty_store: Path, tmp_path, monkeypatch) -> None:
-    """So does the pipeline's, where KFP's plugin made both."""
     mlflow.set_tracking_uri(f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}")
     client = MlflowClient()
     with step_run("preprocess") as first:

@@ -152,7 +152,6 @@ def test_all_sentences_are_translated_in_their_order(monkeypatch: pytest.MonkeyP
 
 
 def test_a_sentence_that_is_too_long_for_the_model_has_no_translation() -> None:
-    """As one of a later dataset may be, on which a champion is measured."""
     assert evaluation.translate_all(Upper(), ["a", "abcd", "b"], lambda *_: None) == ["A", "", "B"]
     with refuses("sentence-too-long"):
         evaluation.translate_all(Upper(), ["abcd", "efgh"], lambda *_: None)

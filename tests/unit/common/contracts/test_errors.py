@@ -39,7 +39,6 @@ def test_long_text_ends_behind_a_word(text: str, shown_text: str) -> None:
 
 @pytest.mark.parametrize("command", ["components.preprocess", "enginery.cli.main"])
 def test_folder_names_do_not_move_the_cursor(tmp_path: Path, command: str) -> None:
-    """A step and the command line, each of which names the only class of the data."""
     (tmp_path / "images" / ATTACK).mkdir(parents=True)
     Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "images" / ATTACK / "a.png")
     arguments = ["--output", str(tmp_path / "out")] if "preprocess" in command else []

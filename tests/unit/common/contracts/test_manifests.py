@@ -218,7 +218,6 @@ def seal_checkpoint(folder: Path, classes: tuple[str, ...]) -> Path:
 
 @pytest.mark.parametrize("name", ["int8.onnx", "int8.plan"])
 def test_a_swapped_model_of_the_same_size_is_refused(tmp_path: Path, digits_dataset: Dataset, name: str) -> None:
-    """It is refused before it is opened: it is no model at all."""
     models = make_chain(tmp_path, 50, data=digits_dataset, planned=("int8.plan",))["bundle"]
     (models / name).write_bytes((models / name).read_bytes().swapcase())
     error = step_refusal("validate", bundle=models, dataset=digits_dataset.path, output=tmp_path / "report")

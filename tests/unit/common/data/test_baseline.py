@@ -77,7 +77,6 @@ def test_a_change_alarms() -> None:
 
 
 def test_thresholds_are_rare_quantiles() -> None:
-    """As often as wanted, by a hundred times as many draws as the thresholds were made from."""
     for baseline in (np.array([0, *[36] * 10, 0]), np.array([0, 1024, 0])):
         limits = thresholds(baseline, 1000, 7)
         windows = RANDOM.multinomial(1000, RANDOM.dirichlet(baseline + 1.0, 500_000))

@@ -65,7 +65,6 @@ def test_the_seed_alone_decides(scenes: Dataset) -> None:
 
 @pytest.mark.parametrize(("kind", "neutral"), [("noise", 0.0), ("brightness", 0.0), ("contrast", 1.0)])
 def test_no_corruption_is_the_validated_image(scenes: Dataset, kind: str, neutral: float) -> None:
-    """Resize and crop are those of evaluation."""
     found = delivered(scenes, Corruption(kind=kind, strength=neutral))
     np.testing.assert_allclose(found, delivered(scenes), atol=0.01)
 
@@ -93,7 +92,6 @@ def expected(image: np.ndarray, kind: str, strength: float) -> np.ndarray:
 
 @pytest.mark.parametrize("corruption", [one for one in CORRUPTIONS if one.kind != "noise"], ids=str)
 def test_images_are_those_of_the_sources_formulas(scenes: Dataset, corruption: Corruption) -> None:
-    """To within rounding; of JPEG to within what encoders differ."""
     plain, found = delivered(scenes)[:, 0] / 255, delivered(scenes, corruption)[:, 0]
     for image, own in zip(plain, found, strict=True):
         difference = np.abs(own - 255 * expected(image, corruption.kind, corruption.strength))

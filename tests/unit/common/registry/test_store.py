@@ -227,7 +227,6 @@ def test_files_that_can_not_be_read(tracking: TrackingServer, name: str, value: 
 
 
 def test_files_of_a_store_whose_client_is_not_installed(tracking: TrackingServer, monkeypatch, tmp_path: Path) -> None:
-    """Nobody is told to delete the version, or to look at credentials."""
     monkeypatch.setitem(sys.modules, "botocore", None)
     monkeypatch.setitem(sys.modules, "botocore.client", None)
     tracking.root = "s3://bucket/m"

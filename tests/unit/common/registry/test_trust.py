@@ -144,7 +144,6 @@ def test_a_bundle_that_names_files_elsewhere(tmp_path: Path, change: Callable[[d
 
 
 def test_without_a_policy_uses_say_that_nobody_vouches(store: str, checkout: Path, tmp_path, capfd, caplog) -> None:
-    """promote, serve, deploy, fetch and the Python model."""
     paths = make_chain(tmp_path / "a-050", 50)
     for use in (
         lambda: promote_chain(store, paths, tmp_path / "promotion"),
@@ -296,7 +295,6 @@ def test_an_approval_of_something_else_or_without_a_time(machine: Machine, chang
 
 
 def test_an_approval_of_another_model_or_version(trusted: Machine, store: str, registry: Registry, tmp_path) -> None:
-    """The same bundle under another name, and as the next version of m."""
     trusted.policy(environment="prod")
     for model in ("m", "other"):
         paths = {part: trusted.folder / "a-050" / part for part in (*PARTS, "dataset")}

@@ -114,7 +114,6 @@ SHAPES = ShapeSpec(height=8, width=8, input_name="x", output_name="y")
 
 @pytest.mark.parametrize("name", [b"logits", b"images", b"last", b"test"])
 def test_names_that_are_no_text(tmp_path: Path, name: bytes) -> None:
-    """Of outputs of nodes, inputs, tensors and the graph."""
     content = constant_model(0, 2)
     assert name in content
     (tmp_path / "model.onnx").write_bytes(content.replace(name, b"\xd7" * len(name)))
@@ -133,7 +132,6 @@ def test_nodes_that_are_not_whole(tmp_path: Path, node: tuple[str, list[str], li
 
 
 def test_a_file_swapped_between_check_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenVINO runs what was looked at."""
     file, parse = tmp_path / "int8.onnx", onnx_files.parse_onnx
     file.write_bytes(constant_model(1, 2))
 

@@ -82,7 +82,6 @@ def test_what_is_no_sentence(given: bytes | str, code: str) -> None:
 
 
 def test_training_resumes_within_an_epoch(translator: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the same weights."""
     settings = {"architecture": "translation/lstm_small", "epochs": 1, "optimizer": "adamw", "num_processes": 1}
     settings |= {"global_batch_size": 64, "learning_rate": 0.03}
     step("train", tmp_path / "whole", settings, dataset=translator.dataset)
