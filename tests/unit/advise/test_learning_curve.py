@@ -91,8 +91,5 @@ def test_parts_of_the_digits_are_trained_for_as_many_steps(tmp_path: Path, monke
 
 def test_errors_that_follow_no_curve_are_said() -> None:
     for errors, is_missed in (((0.42, 0.71, 0.55, 0.17), True), ((0.04, 0.02, 0.012, 0.006), False)):
-        points = [
-            Point(num_images=number, errors=(error,))
-            for number, error in zip((135, 270, 539, 1078), errors, strict=True)
-        ]
+        points = [Point(num_images=n, errors=(error,)) for n, error in zip((135, 270, 539, 1078), errors, strict=True)]
         assert bool(miss(forecast(points[:-1], 719, 1078), points[-1], 719)) == is_missed

@@ -122,9 +122,7 @@ def test_boxes_and_masks_of_frames_are_those_of_images(
         {name: answer[name] for name in answer if name != "mask"} for answer in answers
     ]
     scores, least = ("scores", 0.3) if model == "detector" else ("shares", 0.01)
-    shown = [
-        {name for name, score in zip(line["classes"], line[scores], strict=True) if score >= least} for line in found
-    ]
+    shown = [{c for c, score in zip(line["classes"], line[scores], strict=True) if score >= least} for line in found]
     assert len({frozenset(classes) for classes in shown}) > 1
     (stream,) = analysis.manifest.streams
     assert stream.shares_pct == {

@@ -18,12 +18,7 @@ def test_table_of_a_cpu(tmp_path: Path) -> None:
     assert result.exit_code == 0
     with (tmp_path / "new" / "table.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["precision"], row["batch"]) for row in rows] == [
-        ("FP32", "1"),
-        ("FP32", "2"),
-        ("INT8", "1"),
-        ("INT8", "2"),
-    ]
+    assert [(r["precision"], r["batch"]) for r in rows] == [("FP32", "1"), ("FP32", "2"), ("INT8", "1"), ("INT8", "2")]
     for row in rows:
         assert float(row["cost"]) == pytest.approx(1000 / float(row["images_per_s"]))
         assert row["power_w"] == ""  # nothing here measures it

@@ -277,9 +277,7 @@ class Chain:
         return self.selection.exclude_layers(self.selection.choose_method(), self.ranking, len(self.names))
 
     def in_int8(self, model: onnx.ModelProto) -> frozenset[str]:
-        quantized = {
-            output for node in model.graph.node if node.op_type == "DequantizeLinear" for output in node.output
-        }
+        quantized = {name for node in model.graph.node if node.op_type == "DequantizeLinear" for name in node.output}
         return frozenset(
             node.name for node in model.graph.node if node.input[0] in quantized and node.op_type == "Conv"
         )

@@ -120,9 +120,7 @@ def test_smoothing_undoes_the_harm_of_outlier_channels(exported):
         smoothed, balanced = smooth(model, maxima_of(path, model))  # the scales of mse elsewhere
         errors["smoothquant", factor] = error_of(smoothed, scales | smoothed_scales(balanced), expected)
     assert errors["smoothquant", 40.0] < 1.1 * errors["smoothquant", 1.0]  # as if there were none
-    assert all(
-        errors[method, 40.0] > 2 * errors["smoothquant", 40.0] for method in ("max", "percentile", "entropy", "mse")
-    )
+    assert all(errors[way, 40.0] > 2 * errors["smoothquant", 40.0] for way in ("max", "percentile", "entropy", "mse"))
 
 
 def test_scale_and_bias_may_be_nodes_of_their_own():

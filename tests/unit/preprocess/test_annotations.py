@@ -103,9 +103,7 @@ def packed(data: Path, output: Path, **settings: Any) -> Dataset:
 
 
 def objects(dataset: Dataset) -> dict[str, list[list[float]]]:
-    return {
-        Path(entry["path"]).stem: entry["objects"] for split in ("train", "val") for entry in listing(dataset, split)
-    }
+    return {Path(one["path"]).stem: one["objects"] for split in ("train", "val") for one in listing(dataset, split)}
 
 
 def problems(dataset: Dataset) -> list[tuple[str, str, bool]]:

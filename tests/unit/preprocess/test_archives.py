@@ -55,10 +55,7 @@ def of_names(file: Path, *names: str) -> Path:
         return write_zip(file, {name: b"" if name[-1] == "/" else name[-9:].encode() for name in names})
     return write_tar(
         file,
-        *(
-            member(name, kind=tarfile.DIRTYPE) if name[-1] == "/" else member(name, name[-9:].encode())
-            for name in names
-        ),
+        *(member(one, kind=tarfile.DIRTYPE) if one[-1] == "/" else member(one, one[-9:].encode()) for one in names),
     )
 
 

@@ -232,9 +232,7 @@ def test_thumbnails_are_read_from_the_shards(tmp_path: Path) -> None:
         tar = write_tar(tmp_path / f"train-{number:06d}.tar", *members, form=tarfile.USTAR_FORMAT)
         with IndexCreator(str(tar), str(tar.with_suffix(".idx")), verbose=False) as index:
             index.create_index()
-        listed += [
-            {"key": f"{index:09d}", "path": f"{index}.{suffix}", "label": index % 2} for index, (suffix, _) in own
-        ]
+        listed += [{"key": f"{n:09d}", "path": f"{n}.{suffix}", "label": n % 2} for n, (suffix, _) in own]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in listed))
     found = read_thumbnails(tmp_path, "train", [0, 1, 2, 3])
     assert [(one.path, one.label) for one in found] == [("0.jpg", 0), ("2.jpg", 0), ("1.png", 1)]  # one is no image

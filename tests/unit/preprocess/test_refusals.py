@@ -90,15 +90,10 @@ def test_an_output_within_the_data(tmp_path: Path) -> None:
     root = write_tree(tmp_path / "images", {"a": 2, "b": 2})
     split = write_tree(tmp_path / "split", {"train/a": 1, "train/b": 1, "val/a": 1})
     write_tree(split, {"val/b": 1}, height=40)
-    for data, output in (
-        (root, root / "out"),
-        (root, root / "a" / "out"),
-        (root, root),
-        (split, split / "train" / "x"),
-    ):
+    for data, out in ((root, root / "out"), (root, root / "a" / "out"), (root, root), (split, split / "train" / "x")):
         with refuses("output-in-data", "output"):
-            preprocess(f"file://{data}", output)
-        assert output == root or not output.exists()
+            preprocess(f"file://{data}", out)
+        assert out == root or not out.exists()
     for data, output in ((root, root / ".hidden" / "out"), (split, split / "out")):  # neither is seen
         preprocess(data, output, on_leak="warn")
 

@@ -49,9 +49,7 @@ def record(folder: Path, found: list[ShadowAnswer], key: Any = None, hours: floa
     digests = {"champion": CHAMPION, "challenger": CHALLENGER, **digests}
     ended = datetime.now(UTC) - timedelta(hours=hours)
     model = {"name": "m", "version": "1", "precision": "int8", "bundle_digest": "sha256:c"}
-    fields: dict[str, Any] = {
-        role: ShadowedModel(**model, repository_digest=digest) for role, digest in digests.items()
-    }
+    fields: dict[str, Any] = {role: ShadowedModel(**model, repository_digest=own) for role, own in digests.items()}
     fields |= {"asked": "", "started": ended - timedelta(hours=1), "ended": ended}
     fields |= dict.fromkeys(("num_seen", "num_dropped", "num_unpaired"), 0)
     return write_record(folder, found, key, ShadowConfig(), fields).digest

@@ -256,10 +256,7 @@ def test_with_and_without_dynamic_batching_and_then_as_before(own: Running, tmp_
     before = json.loads(own.get(f"v2/models/{NAME}_model/config"))
     options = ("--seconds", 0.2, "--concurrency", 2, "--rates", 20, "--tensors", "--compare-batching")
     both = loadtest(f"grpc://127.0.0.1:{own.grpc}", tmp_path / "out", *options).series
-    assert [(series.name, series.batching is None) for series in both] == [
-        ("dynamic batching", False),
-        ("without", True),
-    ]
+    assert [(one.name, one.batching is None) for one in both] == [("dynamic batching", False), ("without", True)]
     for series in both:
         assert all(level.num_errors == 0 and level.images_per_s > 0 for level in series.closed)
     assert set(both[1].closed[0].batches) == {1}

@@ -168,10 +168,7 @@ def test_what_differs_is_said_and_nothing_else_is_kept(champion, challenger, ima
     assert not (home / "shadow.sock").exists()
 
     # Labels come later: the champion was right, by the request's id or the image's digest.
-    rows = [
-        f"{name if index % 2 else digest},{label}\n"
-        for index, (name, (label, _, digest)) in enumerate(expected.items())
-    ]
+    rows = [f"{name if n % 2 else digest},{label}\n" for n, (name, (label, _, digest)) in enumerate(expected.items())]
     (tmp_path / "labels.csv").write_text("".join(rows), encoding="utf-8-sig")  # as spreadsheets do
     done = enginery("shadow", output, "--labels", tmp_path / "labels.csv", "--output", tmp_path / "judged", "--json")
     judged = json.loads(done.stdout)

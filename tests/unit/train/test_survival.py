@@ -49,9 +49,7 @@ class Place:
         return said
 
     def steps(self) -> list[int]:
-        return sorted(
-            int(path.stem.split("-")[1]) for path in self.output.glob(f"{PARTIAL_OUTPUT}/*/step-*.safetensors")
-        )
+        return sorted(int(one.stem.split("-")[1]) for one in self.output.glob(f"{PARTIAL_OUTPUT}/*/step-*.safetensors"))
 
     def wait_for_step(self, process: subprocess.Popen[str], number: int) -> None:
         wait_until(lambda: max(self.steps(), default=0) >= number, lambda: process.communicate()[1], process=process)

@@ -231,10 +231,7 @@ def torchvisions(spec: TransformSpec, files: list[Path]) -> torch.Tensor:
     ("interpolation", "image_size", "ratio"),
     [
         *[("bilinear", 224, 256 / 224), ("bicubic", 160, 1.0)],
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("bicubic", 224, 256 / 224), ("bilinear", 160, 1.0))
-        ),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("bicubic", 224, 256 / 224), ("bilinear", 160, 1.0))),
     ],
 )
 def test_evaluation_is_torchvisions(

@@ -26,11 +26,7 @@ def operator_model(op_type, arrays, attributes, num_outputs=1, opset=17):
         "operator",
         [helper.make_tensor_value_info(names[0], element, arrays[0].shape)],
         [helper.make_empty_tensor_value_info(outputs[-1])],
-        [
-            numpy_helper.from_array(array, name)
-            for name, array in zip(names[1:], arrays[1:], strict=True)
-            if array is not None
-        ],
+        [numpy_helper.from_array(a, name) for name, a in zip(names[1:], arrays[1:], strict=True) if a is not None],
     )
     graph.output[0].type.tensor_type.elem_type = TensorProto.UNDEFINED
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=9)

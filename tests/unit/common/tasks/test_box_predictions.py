@@ -74,9 +74,7 @@ def test_map_is_that_of_pycocotools_over_parts(seed: int, ties: bool) -> None:
     assert whole.num_images == 40
     # what suppression left of the detections
     ends = np.cumsum(whole.matches.counts)[:-1]
-    boxes, scores, classes = (
-        np.split(each, ends) for each in (whole.boxes, whole.matches.scores, whole.matches.classes)
-    )
+    boxes, scores, classes = (np.split(one, ends) for one in (whole.boxes, whole.matches.scores, whole.matches.classes))
     kept = [
         (type(found)(boxes=own[0], scores=own[1], classes=own[2]), objects)
         for (found, objects), own in zip(images, zip(boxes, scores, classes, strict=True), strict=True)

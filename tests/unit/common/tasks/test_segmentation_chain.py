@@ -35,12 +35,8 @@ def chain(segmentation_chain: Chain) -> Chain:
 
 
 def test_every_artifact_says_what_it_is_of(chain: Chain) -> None:
-    for name, manifest in (
-        ("dataset", DatasetManifest),
-        ("checkpoint", CheckpointManifest),
-        ("bundle", BundleManifest),
-    ):
-        assert load(chain.folder / name, manifest).manifest.task == "segmentation", name
+    for name, kind in (("dataset", DatasetManifest), ("checkpoint", CheckpointManifest), ("bundle", BundleManifest)):
+        assert load(chain.folder / name, kind).manifest.task == "segmentation", name
     checkpoint = load(chain.checkpoint, CheckpointManifest).manifest
     assert checkpoint.classes == CLASSES
     assert (checkpoint.task, checkpoint.score_name) == ("segmentation", "mIoU")

@@ -42,9 +42,7 @@ def dataset(pairs: dict[str, list[tuple[str, str]]], tmp_path: Path) -> Dataset:
     )
     for split, listed in pairs.items():
         (tmp_path / f"{split}.tsv").write_text("".join(f"{one}\t{other}\n" for one, other in listed), encoding="utf-8")
-    files = {
-        path.name: FileEntry(size_bytes=path.stat().st_size, digest=digest_file(path)) for path in tmp_path.iterdir()
-    }
+    files = {one.name: FileEntry(size_bytes=one.stat().st_size, digest=digest_file(one)) for one in tmp_path.iterdir()}
     splits: dict[Any, Split] = {}
     for split, listed in pairs.items():
         shard = f"{split}.tsv"
