@@ -1,5 +1,6 @@
 """The loader on a GPU: the CPU's images, the same batches after an interruption, and errors instead of waiting."""
 
+import functools
 import gc
 import os
 import shutil
@@ -10,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import Artifact, DatasetManifest, load
 from components.common.contracts.transforms import Augmentation, transform_for
 from components.common.data.corruptions import CORRUPTIONS
 from components.common.data.loader import Batch, Loader
+from tests.unit import positions
 from tests.unit.positions import check_boxes, check_mask, plain, seen, write_positions
 
 SIZES = [(300, 400), (375, 500), (500, 333), (256, 256), (640, 427), (257, 700), (200, 180), (1024, 768), (241, 301)]
@@ -30,16 +31,7 @@ def gpu() -> None:
     assert torch.cuda.is_available(), "these tests need a GPU"
 
 
-def picture(height: int, width: int, rng: np.random.Generator) -> Image.Image:
-    """Coloured waves and noise: detail at every scale, in the colours too."""
-    y, x = np.mgrid[0:height, 0:width].astype(float)
-    levels = np.full((height, width, 3), 128.0)
-    for channel in range(3):
-        for _ in range(12):
-            frequency, phase = rng.uniform(-0.5, 0.5, 2), rng.uniform(0, 6)
-            levels[:, :, channel] += rng.uniform(2, 20) * np.sin(frequency[0] * x + frequency[1] * y + phase)
-    levels += rng.normal(0, 8, levels.shape)
-    return Image.fromarray(levels.clip(0, 255).astype(np.uint8))
+picture = functools.partial(positions.picture, wave=20, noise=8, edge=0)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,21 @@ JPEG: dict[str, Any] = {"quality": 100, "subsampling": 0}
 TURNED = 274, 6  # EXIF: the file's top is the picture's right side
 
 
+def picture(
+    height: int, width: int, rng: np.random.Generator, *, wave: float = 30, noise: float = 12, edge: float = 80
+) -> Image.Image:
+    """Waves of at most `wave` levels, an edge and noise: detail at every scale."""
+    y, x = np.mgrid[0:height, 0:width].astype(float)
+    levels = np.full((height, width, 3), 128.0)
+    for channel in range(3):
+        for _ in range(12):
+            frequency, phase = rng.uniform(-0.5, 0.5, 2), rng.uniform(0, 6)
+            levels[:, :, channel] += rng.uniform(2, wave) * np.sin(frequency[0] * x + frequency[1] * y + phase)
+    levels += rng.normal(0, noise, levels.shape)
+    levels[height // 4 : height // 2, width // 3 : width // 2] += edge
+    return Image.fromarray(levels.clip(0, 255).astype(np.uint8))
+
+
 def plain(resize_size: int, crop_size: int) -> TransformSpec:
     """Normalization that leaves levels in 0..255."""
     return TransformSpec(resize_size=resize_size, crop_size=crop_size, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 1 / 255))

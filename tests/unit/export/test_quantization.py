@@ -268,11 +268,16 @@ def test_openvino_computes_concatenated_tensors_as_they_are_written(behind, acti
             both = behind(torch.cat([nn.functional.silu(self.first(images)), self.second(images)], dim=1))
             return self.last(both.reshape(-1, 16, 30, 30)).mean((2, 3))
 
+    _expect_openvino_as_simulated(Joined, tmp_path, activations=activations)
+
+
+def _expect_openvino_as_simulated(kind, tmp_path, **changes):
     torch.manual_seed(0)
-    _expect_openvino_as_simulated(Joined().eval(), {"activations": activations}, tmp_path)
-
-
-def _expect_openvino_as_simulated(network, changes, tmp_path):
+    network = kind().eval()
+    for layer in network.modules():
+        if isinstance(layer, nn.BatchNorm1d):
+            nn.init.uniform_(layer.weight, 0.5, 3.0)
+            nn.init.normal_(layer.bias)
     shapes, images = ShapeSpec(height=32, width=32), torch.randn(8, 3, 32, 32)
     export_onnx(network, tmp_path / "fp32.onnx", shapes)
     fp32 = onnx.load(tmp_path / "fp32.onnx")
@@ -292,17 +297,15 @@ def test_openvino_scales_convolutions_without_a_bias_once(zeros, scaled, tmp_pat
         def __init__(self) -> None:
             super().__init__()
             self.first = nn.Conv2d(3, 10, 3, bias=zeros)
+            if zeros:
+                nn.init.zeros_(self.first.bias)
             self.gamma = nn.Parameter(torch.rand(10, 1, 1) + 0.5)
 
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             stem = self.first(images) * self.gamma if scaled else self.first(images)
             return (stem + stem.sigmoid()).mean((2, 3))
 
-    torch.manual_seed(0)
-    network = Residual().eval()
-    if zeros:
-        nn.init.zeros_(network.first.bias)
-    _expect_openvino_as_simulated(network, {}, tmp_path)
+    _expect_openvino_as_simulated(Residual, tmp_path)
 
 
 def test_openvino_takes_the_scales_of_the_right_channels_behind_a_mean(tmp_path):
@@ -314,11 +317,7 @@ def test_openvino_takes_the_scales_of_the_right_channels_behind_a_mean(tmp_path)
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             return self.last(self.norm(self.first(images).flatten(2).transpose(1, 2).mean(1)))
 
-    torch.manual_seed(0)
-    network = Tokens().eval()
-    nn.init.uniform_(network.norm.weight, 0.5, 3.0)
-    nn.init.normal_(network.norm.bias)
-    _expect_openvino_as_simulated(network, {}, tmp_path)
+    _expect_openvino_as_simulated(Tokens, tmp_path)
 
 
 def test_openvino_compiles_a_matrix_reshaped_to_tokens(tmp_path):
@@ -332,11 +331,7 @@ def test_openvino_compiles_a_matrix_reshaped_to_tokens(tmp_path):
             tokens = self.middle(self.first(images).flatten(2).transpose(1, 2))
             return self.last(self.norm(tokens.flatten(0, 1)).reshape_as(tokens).mean(1))
 
-    torch.manual_seed(0)
-    network = Tokens().eval()
-    nn.init.uniform_(network.norm.weight, 0.5, 3.0)
-    nn.init.normal_(network.norm.bias)
-    _expect_openvino_as_simulated(network, {}, tmp_path)
+    _expect_openvino_as_simulated(Tokens, tmp_path)
 
 
 def test_the_cache_serves_the_same_images_and_no_others(plain, export, tmp_path, monkeypatch):

@@ -26,6 +26,7 @@ from components.common.data.dali_pipelines import decoder_options, evaluation_pi
 from components.common.data.loader import Batch, EpochPlan, Loader, OwnedOutputs, Watchdog, plan_training
 from components.common.runtimes.runner import to_numpy
 from tests.conftest import Dataset, preprocess
+from tests.unit.positions import picture
 from tests.unit.refusals import refuses
 
 NUM_TRAIN, NUM_VAL = 53, 37
@@ -184,19 +185,6 @@ def test_an_image_that_is_damaged_or_that_dali_refuses(colours: Dataset, tmp_pat
             assert text in str(caught.value)
     with refuses("damaged-artifact"):
         load(copy, DatasetManifest, verify=ALL_FILES)  # what --verify does, before anything is decoded
-
-
-def picture(height: int, width: int, rng: np.random.Generator) -> Image.Image:
-    """Waves, an edge and noise: detail at every scale."""
-    y, x = np.mgrid[0:height, 0:width].astype(float)
-    levels = np.full((height, width, 3), 128.0)
-    for channel in range(3):
-        for _ in range(12):
-            frequency, phase = rng.uniform(-0.5, 0.5, 2), rng.uniform(0, 6)
-            levels[:, :, channel] += rng.uniform(2, 30) * np.sin(frequency[0] * x + frequency[1] * y + phase)
-    levels += rng.normal(0, 12, levels.shape)
-    levels[height // 4 : height // 2, width // 3 : width // 2] += 80
-    return Image.fromarray(levels.clip(0, 255).astype(np.uint8))
 
 
 @pytest.fixture(scope="module")
