@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import resource
-import shutil
 import signal
 import struct
 import subprocess
@@ -56,7 +55,7 @@ from components.common.tasks.answers import Answers, answers_of
 from components.promote.pyfunc import BundleModel
 from enginery.cli.video import video as video_command
 from tests.conftest import Bundle
-from tests.processes import ROOT, start_python
+from tests.processes import ROOT, on_small_disk, start_python
 from tests.unit.analyze.conftest import PER_DIGIT, SHOWN, Analyze, digit_frames, lines, write_video
 from tests.unit.analyze.rtsp import RtspServer
 from tests.unit.refusals import refuses
@@ -735,14 +734,14 @@ def test_planes_of_gpus_become_the_colours_of_ffmpeg(pixel_format: str, space: i
 @pytest.mark.parametrize(("size", "options"), [("12k", ()), ("4k", ("--annotate",))])
 def test_a_full_disk_is_named(bundle: Bundle, tmp_path, size: str, options: tuple[str, ...]) -> None:
     video = write_video(tmp_path / "a.mp4", digit_frames(per_digit=20))
-    script = f'mount -t tmpfs -o size={size} none /mnt && exec "$@"'
-    prefix = ("unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh")
-    if shutil.which("unshare") is None or subprocess.run([*prefix, "true"], capture_output=True).returncode != 0:
-        pytest.skip("this machine allows no mount namespaces")
     command = [sys.executable, "-m", "enginery.cli.main", "video", str(video), "--model", str(bundle.path)]
     environment = {**os.environ, "ENGINERY_HOME": str(tmp_path / "home")}
     done = subprocess.run(
-        [*prefix, *command, *options, "--out", "/mnt/out"], env=environment, cwd=ROOT, capture_output=True, text=True
+        [*on_small_disk(size), *command, *options, "--out", "/mnt/out"],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 1
     assert "no space left on /mnt" in done.stderr

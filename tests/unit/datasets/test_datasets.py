@@ -1,7 +1,6 @@
 """`enginery data`: what is written, that it is reproducible, and what happens to directories."""
 
 import errno
-import hashlib
 import io
 import os
 import time
@@ -22,19 +21,10 @@ from enginery.datasets.shapes import write_shapes
 from enginery.datasets.textures import FAMILIES, TRAITS, class_traits, texture_image, texture_jpeg, write_textures
 from tests.processes import start_python
 from tests.unit.refusals import refuses
-from tests.unit.registered import enginery
+from tests.unit.registered import enginery, files
 from tests.waiting import wait_until
 
 SMALL: dict[str, Any] = {"num_classes": 3, "num_train": 10, "num_val": 4, "image_size": 32, "num_workers": 1}
-
-
-def digests(directory: Path) -> dict[str, str]:
-    """Digest of every file under a directory, by its path inside."""
-    return {
-        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
-    }
 
 
 def refused(code: str, directory: Path, **arguments: Any) -> None:
@@ -53,10 +43,10 @@ def test_digits_are_the_same_1797_gray_jpegs_each_time(tmp_path: Path, all_digit
     summary = write_digits(tmp_path / "a")
     assert (summary.num_images, summary.num_classes, summary.already_complete) == (1797, 10, False)
     assert write_digits(tmp_path / "a").already_complete
-    assert digests(tmp_path / "a") == digests(all_digits)
-    files = sorted((tmp_path / "a").glob("*/*.jpg"))
-    assert (len(files), {path.parent.name for path in files}) == (1797, set("0123456789"))
-    for path in files[::200]:
+    assert files(tmp_path / "a") == files(all_digits)
+    images = sorted((tmp_path / "a").glob("*/*.jpg"))
+    assert (len(images), {path.parent.name for path in images}) == (1797, set("0123456789"))
+    for path in images[::200]:
         with Image.open(path) as image:
             assert (image.format, image.mode, image.size) == ("JPEG", "L", (32, 32))
     from sklearn.datasets import load_digits
@@ -72,12 +62,12 @@ def test_textures_are_the_same_for_any_number_of_workers_and_others_for_another_
     assert counts == {"train": [4, 3, 3], "val": [2, 1, 1]}
     with Image.open(small / "train" / "000" / "00000.jpg") as image:
         assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (32, 32))
-    ours = digests(small)
-    assert len({digest for name, digest in ours.items() if name.endswith(".jpg")}) == 14  # none is in both splits
+    ours = files(small)
+    assert len({data for name, data in ours.items() if name.endswith(".jpg")}) == 14  # none is in both splits
     write_textures(tmp_path / "two", **{**SMALL, "num_workers": 2})
-    assert digests(tmp_path / "two") == ours
+    assert files(tmp_path / "two") == ours
     write_textures(tmp_path / "other", **SMALL, seed=1)
-    others = digests(tmp_path / "other")
+    others = files(tmp_path / "other")
     assert ours.keys() == others.keys()
     assert not set(ours.values()) & set(others.values())
 
@@ -92,7 +82,7 @@ def test_directories_of_something_else_are_refused_and_kept(small: Path, tmp_pat
     (tmp_path / "holiday.jpg").write_bytes(b"mine")
     refused("directory-not-empty", tmp_path)
     refused("no-directory", tmp_path / "holiday.jpg")
-    assert digests(tmp_path).keys() == {"holiday.jpg"}
+    assert files(tmp_path).keys() == {"holiday.jpg"}
     (tmp_path / "holiday.jpg").rename(tmp_path / "dataset.json")
     refused("damaged-arguments", tmp_path)
 
@@ -124,7 +114,7 @@ def test_a_partial_run_is_continued(small: Path, tmp_path: Path) -> None:
     written_ns = kept.stat().st_mtime_ns
     refused("other-dataset", directory, seed=1)
     assert not write_textures(directory, **SMALL).already_complete
-    assert digests(directory) == digests(small)
+    assert files(directory) == files(small)
     assert kept.stat().st_mtime_ns == written_ns
 
 

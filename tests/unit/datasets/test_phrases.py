@@ -11,9 +11,8 @@ import pytest
 
 from enginery.datasets import phrases
 from enginery.datasets.phrases import phrase_pair, write_phrases
-from tests.unit.datasets.test_datasets import digests
 from tests.unit.refusals import refuses
-from tests.unit.registered import enginery
+from tests.unit.registered import enginery, files
 
 BOOK, APPLE, LAMP = 0, 1, 2
 EURO, DOLLAR, POUND = 0, 1, 2
@@ -191,7 +190,7 @@ def test_no_source_twice_the_same_each_time_and_others_for_another_seed(tmp_path
 
     first = pairs("first")
     assert len(first) == len({line.split("\t")[0] for line in first}) == 3000
-    assert digests(tmp_path / "first").keys() == {"pairs.tsv", "dataset.json"}
+    assert files(tmp_path / "first").keys() == {"pairs.tsv", "dataset.json"}
     assert pairs("again") == first
     assert len(set(pairs("other", seed=1)) & set(first)) < 300
     assert write_phrases(tmp_path / "first", num_pairs=3000).already_complete

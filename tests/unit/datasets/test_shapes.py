@@ -11,8 +11,7 @@ from PIL import Image
 from pycocotools.coco import COCO
 
 from enginery.datasets.shapes import CLASSES, shape_image, write_shapes
-from tests.unit.datasets.test_datasets import digests
-from tests.unit.registered import enginery
+from tests.unit.registered import enginery, files
 
 SMALL: dict[str, Any] = {"num_train": 40, "num_val": 10, "image_size": 64, "num_workers": 1}
 
@@ -25,13 +24,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_same_for_any_number_of_workers_and_others_for_another_seed(small: Path, tmp_path: Path) -> None:
-    ours = digests(small)
+    ours = files(small)
     assert len({digest for name, digest in ours.items() if name.endswith(".jpg")}) == 50  # none is in both splits
     write_shapes(tmp_path / "two", **{**SMALL, "num_workers": 2})
-    assert digests(tmp_path / "two") == ours
+    assert files(tmp_path / "two") == ours
     assert write_shapes(tmp_path / "two", **SMALL).already_complete
     write_shapes(tmp_path / "other", **SMALL, seed=1)
-    assert not set(digests(tmp_path / "other").values()) & {d for name, d in ours.items() if name.endswith(".jpg")}
+    assert not set(files(tmp_path / "other").values()) & {d for name, d in ours.items() if name.endswith(".jpg")}
 
 
 def test_a_partial_run_is_continued(small: Path, tmp_path: Path) -> None:
@@ -42,7 +41,7 @@ def test_a_partial_run_is_continued(small: Path, tmp_path: Path) -> None:
     (directory / "val/masks/000001.png").write_bytes(b"")
     (directory / "val/annotations.json").unlink()
     assert not write_shapes(directory, **SMALL).already_complete
-    assert digests(directory) == digests(small)
+    assert files(directory) == files(small)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

@@ -116,6 +116,7 @@ def write_tar(file: Path, *members: tuple[tarfile.TarInfo, bytes], form: int = t
 
 
 def write_zip(file: Path, members: Mapping[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(file, "w", method) as packed:
         for name, data in members.items():
             packed.writestr(name, data)

@@ -106,19 +106,6 @@ def test_splits_below_the_folders_none_and_an_archive(tmp_path: Path) -> None:
         assert_masks(masks(packed(file, tmp_path / f"of_{name}")))
 
 
-def test_shapes_as_the_tool_writes_them(tmp_path: Path) -> None:
-    write_shapes(tmp_path / "shapes", num_train=6, num_val=2, image_size=64, num_workers=1)
-    dataset = packed(tmp_path / "shapes", tmp_path / "x")
-    assert dataset.manifest.classes == SHAPES
-    for split in ("train", "val"):
-        written = {file.stem: np.array(Image.open(file)) for file in (tmp_path / "shapes" / split / "masks").iterdir()}
-        entries = listing(dataset, split)
-        assert len(entries) == len(written)
-        for entry in entries:
-            values = written[Path(entry["path"]).stem]
-            assert [label for label, _ in entry["shares"]] == np.unique(values).tolist()
-
-
 def test_run_lengths_of_coco_are_the_masks(tmp_path: Path) -> None:
     write_shapes(tmp_path / "data", num_train=6, num_val=2, image_size=64)
     expected = packed(tmp_path / "data", tmp_path / "x")

@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from components.preprocess.config import PreprocessConfig
 from components.preprocess.packing import ShardTask, write_shard
 from tests.conftest import preprocess
-from tests.processes import ROOT
+from tests.processes import ROOT, on_small_disk
 from tests.unit.refusals import refuses
 
 from .builders import find, write_tree
@@ -107,12 +106,7 @@ def test_a_full_disk_ends_the_step(tmp_path: Path) -> None:
         (large, "1m", "the disk of /mnt/out is too small for the shards: they take 2.0 MB, and 1.0 MB are free. Free"),
         (small, "256k", "no space left"),
     ):
-        # A command that sees a disk of that size at /mnt.
-        script = f'mount -t tmpfs -o size={size} none /mnt && exec "$@"'
-        prefix = ("unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh")
-        if shutil.which("unshare") is None or subprocess.run([*prefix, "true"], capture_output=True).returncode != 0:
-            pytest.skip("this machine allows no mount namespaces")
-        code, text = start("--data", str(data), "--output", "/mnt/out", prefix=prefix)
+        code, text = start("--data", str(data), "--output", "/mnt/out", prefix=on_small_disk(size))
         assert code == 1
         assert message.lower() in text.lower()
 

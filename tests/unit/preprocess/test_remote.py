@@ -83,7 +83,6 @@ def test_objects_whose_names_lead_out_of_their_folder(images: Path, store: Store
 
 @pytest.mark.parametrize(("name", "left"), [("x.tar", []), ("x.tar.gz", ["unpacked.tar"]), ("x.zip", ["x.zip"])])
 def test_archives_of_a_store(tmp_path: Path, images: Path, store: Store, name: str, left: list[str]) -> None:
-    (tmp_path / "up").mkdir()
     archive(tmp_path / "up" / name, images, "images/")
     source = find(f"{store(tmp_path / 'up')}/{name}", tmp_path / "scratch")
     assert contents(source) == contents(find(images))
@@ -202,7 +201,6 @@ def serving(root: Path, **settings: Any) -> AbstractContextManager[str]:
 @pytest.mark.parametrize("ranges", [True, False])
 @pytest.mark.parametrize("name", ["x.tar", "x.tar.gz", "x.zip", "x.tar?download=1"])
 def test_archives_of_a_web_server(tmp_path: Path, images: Path, name: str, ranges: bool) -> None:
-    (tmp_path / "up").mkdir()
     archive(tmp_path / "up" / name.partition("?")[0], images, "images/")
     with serving(tmp_path / "up", ranges=ranges) as uri:
         source = find(f"{uri}/{name}", tmp_path / "scratch")
@@ -212,7 +210,6 @@ def test_archives_of_a_web_server(tmp_path: Path, images: Path, name: str, range
 
 
 def test_worker_processes_read_from_a_web_server(tmp_path: Path, images: Path) -> None:
-    (tmp_path / "up").mkdir()
     archive(tmp_path / "up" / "x.tar", images)
     of_folder = preprocess(images, tmp_path / "of_folder")
     with serving(tmp_path / "up", ranges=True) as uri:
