@@ -80,12 +80,7 @@ WEIGHTS = ("--data", "{digits}", "--model", "{tmp}/m.pth", "--architecture", "re
         ("segmentation", ("--data", "{tmp}", "--architecture", "segmentation/u"), "unknown-architecture", "/fpn_small"),
         ("translation", ("--data", "{tmp}", "--architecture", "translation/ls"), "unknown-architecture", "/lstm_small"),
         ("resnet50", (*BEGUN, "train.pretrained={tmp}/absent.pt"), "weights-missing", "{tmp}/absent.pt"),
-        (
-            "resnet50",
-            (*BEGUN, "train.pretrained=IMAGENET1K_V9"),
-            "no-weights",
-            "torchvision has of resnet50 IMAGENET1K",
-        ),
+        ("resnet50", (*BEGUN, "train.pretrained=IMAGENET1K_V9"), "no-weights", "torchvision has of resnet50 "),
         ("resnet50", (*BEGUN, "train.pretrained={tmp}/empty"), "no-weights", "{tmp}/empty, neither a weights file"),
         ("resnet50", (*BEGUN, "train.pretrained={tmp}/m.pth"), "not-weights", "{tmp}/m.pth"),
         ("resnet50", (*BEGUN, "train.pretrained=http://a.org/w.zip"), "no-weights", "w.zip, which names no weights"),

@@ -124,7 +124,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "too few": (made(9, 999), "shadow-too-few"),
     "too different": (made(45), "shadow-differs"),  # 4.5 %, up to 5.7 %
     "worse by labels": (made(30, num_lost=28), "shadow-worse"),
-    "edited manifest": (
+    "other manifest": (
         changed(replace_text("manifest.json", '"num_differing":45', '"num_differing":9')),
         "broken-seal",
     ),
@@ -137,10 +137,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
         changed(lambda folder: reseal(folder, lambda manifest: manifest["comparison"].update(high_pct=1.0))),
         "shadow-differs",
     ),
-    "answers that are none": (
-        changed(lambda folder: replace_file(folder, ANSWERS, b"[" * 100_000)),
-        "shadow-inconsistent",
-    ),
+    "no answers": (changed(lambda folder: replace_file(folder, ANSWERS, b"[" * 100_000)), "shadow-inconsistent"),
 }
 
 
