@@ -165,7 +165,7 @@ def flux(api: Any, checkout: Path) -> Iterator[Flux]:  # noqa: F811
         for group, plural, body in reversed(kinds):
             name = body["metadata"]["name"]
             made.api.delete_namespaced_custom_object(group, "v1", "flux-system", plural, name)
-            wait_for(lambda at=(group, plural, name): made.is_gone(*at), f"{name} of {plural} is gone", 300)  # type: ignore[misc]
+            wait_for(lambda at=(group, plural, name): made.is_gone(*at), f"{name} of {plural} is gone", 300)
         git("push", "--quiet", os.environ["GIT_URL"], f":refs/heads/{made.branch}")
 
 
@@ -185,7 +185,7 @@ def test_environments_follow_deploy(
     promote_chain(store, chain, tmp_path / "other/promotion", NAME, allow_other_model=True)
     repositories = [exported(f"{NAME}/{number}") for number in (1, 2)]
     for name in ENVIRONMENTS:
-        wait_for(lambda name=name: flux.has_account(name), f"the namespace of {name}")  # type: ignore[misc]
+        wait_for(lambda name=name: flux.has_account(name), f"the namespace of {name}")
         first, second = store_repositories(flux.core, f"enginery-{name}", *repositories)
         start_pod(flux.core, f"enginery-{name}", "client")
 

@@ -125,7 +125,7 @@ class Cluster:
     def wait(self) -> None:
         wait_for(lambda: self.ready("postgresql", "stateful_set"), "PostgreSQL is ready")
         for name in ("mlflow", "serve"):
-            wait_for(lambda name=name: self.ready(name), f"{name} is ready")  # type: ignore[misc]
+            wait_for(lambda name=name: self.ready(name), f"{name} is ready")
 
     def pods(self, component: str) -> list[Any]:
         selector = f"app.kubernetes.io/instance={RELEASE},app.kubernetes.io/component={component}"
@@ -163,7 +163,7 @@ def known_image(proved) -> tuple[str, str]:  # noqa: F811
     """An image of the validation split in base64, and its label."""
     shard = proved.dataset.manifest.splits["val"].shards[0]
     with tarfile.open(proved.dataset.file(shard)) as tar:
-        members = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+        members = {member.name: tar.extractfile(member).read() for member in tar}
     name = next(name for name in members if not name.endswith(".cls"))
     label = proved.dataset.manifest.classes[int(members[f"{Path(name).stem}.cls"])]
     return base64.b64encode(members[name]).decode(), label

@@ -136,7 +136,7 @@ def _dali_sizes(images: list[bytes]) -> list[tuple[int, int]]:
     encoded = [np.frombuffer(data, np.uint8) for data in images]
 
     @pipeline_def(batch_size=len(images), num_threads=1, device_id=None, prefetch_queue_depth=1)
-    def decoding():  # type: ignore[no-untyped-def]
+    def decoding():
         raw = fn.external_source(source=lambda: encoded, dtype=types.UINT8)
         return fn.decoders.image(raw, device="cpu", output_type=types.RGB), fn.peek_image_shape(raw)
 

@@ -30,7 +30,7 @@ def gradients(model: nn.Module, images: torch.Tensor, dtype: torch.dtype, *, com
 def test_gradients_are_as_exact_as_torchs(block: type[BasicBlock | Bottleneck], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     torch.backends.cudnn.allow_tf32 = False
-    model = ResNet(block, [1, 1, 1, 1], num_classes=5).cuda().to(memory_format=torch.channels_last)  # type: ignore[arg-type]
+    model = ResNet(block, [1, 1, 1, 1], num_classes=5).cuda().to(memory_format=torch.channels_last)
     fused, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     assert fuse_norms(fused)
     compiled = copy.deepcopy(fused)

@@ -79,9 +79,9 @@ def postgresql() -> Iterator[str]:
         shutil.chown(folder, pwd.getpwnam("postgres").pw_uid)
         identity = {"user": "postgres"}
     initdb = [_postgresql("initdb"), "-D", str(folder / "data"), "-U", "tester", "--auth=trust", "--no-sync"]
-    subprocess.run(initdb, check=True, capture_output=True, cwd=folder, **identity)  # type: ignore[call-overload]
+    subprocess.run(initdb, check=True, capture_output=True, cwd=folder, **identity)
     settings = ["-c", "listen_addresses=127.0.0.1", "-p", str(port), "-k", str(folder), "-c", "fsync=off"]
-    process = subprocess.Popen(  # type: ignore[call-overload]
+    process = subprocess.Popen(
         [_postgresql("postgres"), "-D", str(folder / "data"), *settings],
         cwd=folder,
         stderr=(folder / "log").open("wb"),

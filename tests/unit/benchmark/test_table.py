@@ -29,7 +29,7 @@ def row(**changes: object) -> Row:
         "power_w": 500.0,
         "latency_ms": 4.0,
     }
-    return Row(**(fields | changes))  # type: ignore[arg-type]
+    return Row(**(fields | changes))
 
 
 def test_published_rows():

@@ -24,12 +24,12 @@ class Eager:
 
     def encode(self, source: np.ndarray) -> tuple[torch.Tensor, ...]:
         with torch.autocast("cuda", torch.float16):
-            memory, mask = (each.half() for each in self.network.encode(torch.from_numpy(source)))  # type: ignore[operator]
-        return memory, mask, self.network.empty_state(memory, 40)  # type: ignore[operator]
+            memory, mask = (each.half() for each in self.network.encode(torch.from_numpy(source)))
+        return memory, mask, self.network.empty_state(memory, 40)
 
     def step(self, tokens: np.ndarray, position: int, *read: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
         place, state = torch.tensor([position]), read[-1]
-        logits, found = self.network.step(torch.from_numpy(tokens), place, *read)  # type: ignore[operator]
+        logits, found = self.network.step(torch.from_numpy(tokens), place, *read)
         translation_gpu.advance(state, found, place)
         return logits.numpy(), state
 

@@ -114,10 +114,10 @@ def test_servers_that_are_something_else_or_refuse(cluster: Cluster, submit: Sub
     assert submit(cluster.endpoint, "--no-logs", watch="another").fault == (2, "kfp-not-found", "")
     answered = cluster.answer
     page = b"<html>Log in</html>"  # of a proxy that lets the health through
-    cluster.answer = lambda method, path, body: answered(method, path, body) if "healthz" in path else (200, page)  # type: ignore[method-assign]
+    cluster.answer = lambda method, path, body: answered(method, path, body) if "healthz" in path else (200, page)
     assert submit(cluster.endpoint, *DATA).fault == (2, "no-kfp-api", "--endpoint")
     assert submit(cluster.endpoint, "--no-logs", watch="another").fault == (2, "kfp-lost", "--endpoint")
-    cluster.answer = answered  # type: ignore[method-assign]
+    cluster.answer = answered
     cluster.refuse_run = "invalid namespace"
     done = submit(cluster.endpoint, *DATA)
     assert done.fault == (1, "kfp-error", "")
@@ -136,7 +136,7 @@ def test_a_server_that_never_answers_is_given_up(cluster: Cluster, submit: Submi
                 end.wait(20)
             return answered(method, path, body)
 
-        cluster.answer = answer  # type: ignore[method-assign]
+        cluster.answer = answer
 
     try:
         wait("healthz")
@@ -184,7 +184,7 @@ def test_a_token_from_a_file_is_read_again_for_each_request(cluster: Cluster, su
             cluster.wanted_token = "second"
         return answered(method, path, body)
 
-    cluster.answer = renew  # type: ignore[method-assign]
+    cluster.answer = renew
     assert submit(cluster.endpoint, *FOLLOWED, "--token-file", str(token)).exit_code == 0
     assert cluster.tokens == {"Bearer first", "Bearer second"}
 

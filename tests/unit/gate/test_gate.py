@@ -56,7 +56,7 @@ def test_a_pass_says_what_was_measured_and_how_int8_ran(tmp_path: Path, monkeypa
     given = {"cpu_models": (model,), "image_shapes": None, "num_quantized_layers": num_layers}
     manifest = SimpleNamespace(models={"int8": "int8.onnx"}, **given)
     monkeypatch.setattr(openvino, "OpenVINORunner", lambda file, shapes: None)
-    (note,) = openvino.open_model(SimpleNamespace(file=Path, manifest=manifest), "int8").notes  # type: ignore[arg-type]
+    (note,) = openvino.open_model(SimpleNamespace(file=Path, manifest=manifest), "int8").notes
     assert note == f"{how}, on {instruction_set()}"
     row = compared_row(25, num_images=10_000, fp32_pct=80.0, note=note)
     source = report(tmp_path / "report", accuracy_row("fp32", 80.0, num_images=10_000), row)
@@ -185,5 +185,5 @@ def test_the_summary_of_a_run_says_what_to_ship() -> None:
     for verdict, expected in (("fail", "recommended: FP16, since INT8 is [slow]\n"), ("pass", "")):
         console = Console(file=io.StringIO())
         rows = [SimpleNamespace(precision="fp16" if verdict == "pass" else "int8", verdict=verdict)]
-        _print_recommendation(console, SimpleNamespace(recommendation=builder.recommendation, rows=rows))  # type: ignore[arg-type]
-        assert console.file.getvalue() == expected  # type: ignore[attr-defined]
+        _print_recommendation(console, SimpleNamespace(recommendation=builder.recommendation, rows=rows))
+        assert console.file.getvalue() == expected

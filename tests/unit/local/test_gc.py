@@ -46,7 +46,7 @@ def make_run(
 
 def decide(state: Path, needed: InUse = NOTHING, **rules: float) -> tuple[set[str], dict[str, str]]:
     """Names of the runs that would go, and of those kept with the reason."""
-    decided = plan(past_runs(state / "runs"), Rules(**rules), needed, time.time())  # type: ignore[arg-type]
+    decided = plan(past_runs(state / "runs"), Rules(**rules), needed, time.time())
     return {run.name for run, _ in decided.remove}, {run.name: reason for run, reason in decided.keep}
 
 

@@ -160,14 +160,14 @@ def test_labels_beside_the_image_are_float32_rows_and_scale_with_it(tmp_path: Pa
     dataset = packed(tmp_path / "data", tmp_path / "x", max_short_side=24)
     with tarfile.open(dataset.file("val-000000.tar")) as archive:
         (member,) = [one for one in archive if one.name.endswith(".boxes")]
-        row = np.frombuffer(archive.extractfile(member).read(), "<f4")  # type: ignore[union-attr]
+        row = np.frombuffer(archive.extractfile(member).read(), "<f4")
     np.testing.assert_allclose(row, [5, 5, 6, 7, 0, 0], atol=1e-6)
     rows = {}
     for shard in dataset.manifest.splits["train"].shards:
         with tarfile.open(dataset.file(shard)) as archive:
             for one in archive:
                 if one.name.endswith(".boxes"):
-                    rows[one.name] = np.frombuffer(archive.extractfile(one).read(), "<f4").reshape(-1, 6)  # type: ignore[union-attr]
+                    rows[one.name] = np.frombuffer(archive.extractfile(one).read(), "<f4").reshape(-1, 6)
     assert sorted(len(each) for each in rows.values()) == [1, 1, 2]
     assert any((each[:, 4] == -1).all() for each in rows.values())  # the image without objects
 

@@ -62,7 +62,7 @@ def masks(dataset: Dataset) -> dict[str, np.ndarray]:
                 for member in tar:
                     key, _, kind = member.name.partition(".")
                     if kind == "mask":
-                        image = Image.open(io.BytesIO(tar.extractfile(member).read()))  # type: ignore[union-attr]
+                        image = Image.open(io.BytesIO(tar.extractfile(member).read()))
                         assert (image.format, image.mode) == ("PNG", "L")
                         found[stems[key]] = np.array(image)
     return found

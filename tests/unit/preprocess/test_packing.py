@@ -28,9 +28,9 @@ def samples(sizes: list[int]) -> list[Sample]:
 def packed(dataset: Dataset, split: str) -> list[tuple[str, bytes, float]]:
     """Name, content and time of each member of a split's shards."""
     members = []
-    for shard in dataset.manifest.splits[split].shards:  # type: ignore[index]
+    for shard in dataset.manifest.splits[split].shards:
         with tarfile.open(dataset.file(shard)) as archive:
-            members += [(one.name, archive.extractfile(one).read(), one.mtime) for one in archive]  # type: ignore[union-attr]
+            members += [(one.name, archive.extractfile(one).read(), one.mtime) for one in archive]
     return members
 
 
@@ -180,7 +180,7 @@ def test_a_presplit_folder_is_kept_as_it_is(tmp_path: Path) -> None:
     assert manifest.splits["val"].class_counts == (2, 1, 0)
     for split in ("train", "val"):
         entries = listing(dataset, split)
-        assert len({entry["path"] for entry in entries}) == manifest.splits[split].num_images  # type: ignore[index]
+        assert len({entry["path"] for entry in entries}) == manifest.splits[split].num_images
         for entry in entries:
             assert entry["path"].split("/")[:2] == [split, manifest.classes[entry["label"]]]
 
@@ -221,7 +221,7 @@ def test_a_dataset_of_preprocess_is_a_source_again(tmp_path: Path) -> None:
     again = preprocess(first.path, tmp_path / "again", near_duplicates="keep")
     assert again.manifest.classes == ("cat", "dog") == find(first.file("train-000000.tar")).classes
     for split in ("train", "val"):
-        assert again.manifest.splits[split].class_counts == first.manifest.splits[split].class_counts  # type: ignore[index]
+        assert again.manifest.splits[split].class_counts == first.manifest.splits[split].class_counts
         hashes = [{entry["sha256"] for entry in listing(dataset, split)} for dataset in (first, again)]
         assert hashes[0] == hashes[1]
     (first.path / "manifest.json").write_text('{"kind": "of another program", "classes": 2}')

@@ -48,7 +48,7 @@ def packed(data: Path, output: Path, **settings: Any) -> Dataset:
 
 def of_split(dataset: Dataset, split: str) -> list[tuple[str, str]]:
     lines = dataset.file(f"{split}.tsv").read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    return [tuple(line.split("\t")) for line in lines]  # type: ignore[misc]
+    return [tuple(line.split("\t")) for line in lines]
 
 
 def everything(dataset: Dataset) -> list[tuple[str, str]]:

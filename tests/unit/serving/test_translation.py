@@ -17,9 +17,7 @@ def translate(running: Running, *sentences: bytes) -> Answer:
     return running.send("TEXT", "BYTES", [len(sentences), 1], encoded(sentences), MODEL)
 
 
-def test_the_server_translates_as_the_bundle_and_refuses_the_rest(
-    triton: None, translator: Chain, tmp_path: Path
-) -> None:
+def test_the_server_translates_as_the_bundle_and_refuses_the_rest(triton: None, translator: Chain, tmp_path) -> None:
     sources = [source for source, _ in read_pairs(load(translator.dataset, DatasetManifest), "val")[:24]]
     expected = open_translator(load(translator.bundle, BundleManifest), "int8").translate(sources)
     with serving(translator.bundle, tmp_path, "--name", MODEL) as running:

@@ -27,7 +27,7 @@ def test_results_and_gradients_are_those_of_a_convolution(layer: str, side: int)
     expected = _result_and_gradients(convolution, images)
     speed_up_small_convolutions(convolution)
     found = _result_and_gradients(convolution, images)
-    assert "Convolution" not in found[0].grad_fn.name()  # type: ignore[union-attr]
+    assert "Convolution" not in found[0].grad_fn.name()
     assert found[0].is_contiguous(memory_format=torch.channels_last)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
@@ -38,7 +38,7 @@ def _result_and_gradients(convolution: nn.Conv2d, images: torch.Tensor) -> list[
     leaf = images.clone(memory_format=torch.preserve_format).requires_grad_()
     result = convolution(leaf)
     result.square().sum().backward()
-    return [result, leaf.grad, *(parameter.grad for parameter in convolution.parameters())]  # type: ignore[list-item]
+    return [result, leaf.grad, *(parameter.grad for parameter in convolution.parameters())]
 
 
 def test_other_convolutions_stay_as_they_are() -> None:

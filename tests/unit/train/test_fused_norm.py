@@ -15,7 +15,7 @@ from components.train.speed import flops_per_image
 def networks(block: type[BasicBlock | Bottleneck]) -> tuple[ResNet, ResNet]:
     """A small network with scales and shifts of all signs, and the same one with the kernels."""
     torch.manual_seed(0)
-    model = ResNet(block, [2, 1, 1, 1], num_classes=5).to(memory_format=torch.channels_last)  # type: ignore[arg-type]
+    model = ResNet(block, [2, 1, 1, 1], num_classes=5).to(memory_format=torch.channels_last)
     for parameter in model.parameters():
         if parameter.ndim == 1:
             nn.init.normal_(parameter, 0.5)
@@ -25,7 +25,7 @@ def networks(block: type[BasicBlock | Bottleneck]) -> tuple[ResNet, ResNet]:
 
 
 def train_step(model: nn.Module, images: torch.Tensor) -> None:
-    nn.functional.cross_entropy(model.train()(images), torch.arange(len(images))).backward()  # type: ignore[no-untyped-call]
+    nn.functional.cross_entropy(model.train()(images), torch.arange(len(images))).backward()
 
 
 @pytest.mark.parametrize("block", [BasicBlock, Bottleneck])
@@ -37,7 +37,7 @@ def test_gradients_and_statistics_are_those_of_torch(block: type[BasicBlock | Bo
         train_step(network, images)
     assert list(fused.state_dict()) == list(model.state_dict())
     for (name, one), other in zip(model.named_parameters(), fused.parameters(), strict=True):
-        torch.testing.assert_close(other.grad, one.grad, atol=1e-3 * float(one.grad.abs().max()), rtol=0, msg=name)  # type: ignore[union-attr]
+        torch.testing.assert_close(other.grad, one.grad, atol=1e-3 * float(one.grad.abs().max()), rtol=0, msg=name)
     for (name, one), other in zip(model.named_buffers(), fused.buffers(), strict=True):
         torch.testing.assert_close(other, one, msg=name)
     torch.testing.assert_close(fused.eval()(images), model.eval()(images), rtol=1e-3, atol=1e-4)
@@ -51,7 +51,7 @@ def test_gradients_reach_every_layer_when_compiled_in_fp32() -> None:
     forward = torch.compile(lambda: nn.functional.cross_entropy(fused(images), torch.arange(3)), backend="aot_eager")
     forward().backward()
     for (name, one), other in zip(model.named_parameters(), fused.parameters(), strict=True):
-        torch.testing.assert_close(other.grad, one.grad, atol=1e-3 * float(one.grad.abs().max()), rtol=0, msg=name)  # type: ignore[union-attr]
+        torch.testing.assert_close(other.grad, one.grad, atol=1e-3 * float(one.grad.abs().max()), rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("shape", [(2, 64, 8, 8), (3, 64, 9, 7), (1, 128, 1, 5)])

@@ -246,14 +246,14 @@ def test_an_earlier_trys_job_goes_first(cluster: TrainerCluster, train: Train, c
 
     def left_by_a_killed_pod(body: dict[str, Any]) -> tuple[int, Any]:
         cluster.jobs[body["metadata"]["name"]] = body
-        cluster._create = then  # type: ignore[method-assign]
+        cluster._create = then
         return created(body)
 
     def then(body: dict[str, Any]) -> tuple[int, Any]:
         cluster.refuse = (422, "this is the new one")
         return created(body)
 
-    cluster._create = left_by_a_killed_pod  # type: ignore[method-assign]
+    cluster._create = left_by_a_killed_pod
     with refuses("train-job-refused"):
         train()
     assert "an earlier try of this step left the TrainJob enginery-train-" in capsys.readouterr().err
@@ -310,7 +310,7 @@ def test_sigterm_while_the_job_is_made_removes_it(cluster: TrainerCluster, train
         answered.wait(10)  # the step hears of the signal before it hears of the job
         return made
 
-    cluster._create = slowly  # type: ignore[method-assign]
+    cluster._create = slowly
     cluster.is_stuck = True
     try:
         with pytest.raises(Preempted):

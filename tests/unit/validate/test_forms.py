@@ -113,7 +113,7 @@ def plain(markdown: str) -> str:
 
 
 def card_says(card: str) -> dict[str, list[tuple[str, ...]]]:
-    heading, found, code = "", {}, []  # type: ignore[var-annotated]
+    heading, found, code = "", {}, []
     for line in [*card.splitlines(), "# "]:
         if code and line and not line.startswith("    "):
             found.setdefault(heading, []).append(("\n".join(code),))
@@ -274,7 +274,7 @@ def judged(
     other = half if fp16 else AccuracyRow(precision="fp16", runtime="n/a", note="needs TensorRT")
     change = {"comparison": PairedComparison.of(1000, lost, gained), "worse_classes": (), "largest_loss": None, **own}
     rows = (fp32, other, int8.model_copy(update=change))
-    entry = GateCheck(name=check, measured=measured, threshold=0.5, verdict=verdict, explanation="")  # type: ignore[arg-type]
+    entry = GateCheck(name=check, measured=measured, threshold=0.5, verdict=verdict, explanation="")
     found = {"checks": (entry,), "recommendation": advice, "thresholds": Thresholds(min_score_pct=99.0)}
     selection = report.calibration.selection
     assert selection is not None

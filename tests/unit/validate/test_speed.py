@@ -216,7 +216,7 @@ def test_recorded_turns_lead_to_a_speedup_or_to_none(
     report = BenchmarkReport(bundle_digest="", rows=(rows[0].model_copy(update={"over": {"fp32": found}}), rows[1]))
     sure = [row.images_per_s if not doubt else None for row in rows]
     assert [report.sure_images_per_s(row) for row in report.rows] == sure
-    (line, _) = main_table(SimpleNamespace(benchmark=report, accuracy=SimpleNamespace(unit="images"))).lines  # type: ignore[arg-type]
+    (line, _) = main_table(SimpleNamespace(benchmark=report, accuracy=SimpleNamespace(unit="images"))).lines
     assert (line.cells[1] == "unsure") == bool(doubt)
     is_busy = "idle" in doubt  # when a latency is unsure, too
     assert [cell == "unsure" for cell in line.cells[3:5]] == [is_busy] * 2
@@ -359,8 +359,8 @@ def test_the_table_of_a_run_gives_no_number_where_there_is_none_to_rely_on(
     fp32 = SimpleNamespace(precision="fp32", score_pct=90.0, speedup=None, note="", **common)
     int8 = SimpleNamespace(precision="int8", score_pct=score_pct, speedup=found, note="needs TensorRT", **common)
     console = Console(file=io.StringIO(), width=120)
-    print_summary(console, SimpleNamespace(score_name="top-1", unit="images", rows=[fp32, int8], recommendation=None))  # type: ignore[arg-type]
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    print_summary(console, SimpleNamespace(score_name="top-1", unit="images", rows=[fp32, int8], recommendation=None))
+    text = console.file.getvalue()
     assert all(part in text for part in shown)
     assert not any(part in text for part in hidden)
 
@@ -379,7 +379,7 @@ def test_the_table_of_a_run_has_all_values_at_any_width(width: int | None, verdi
     monkeypatch.delenv("COLUMNS", raising=False)
     console = new_console()
     console.width = width or console.width
-    print_summary(console, SimpleNamespace(score_name="top-1", unit="images", rows=rows, recommendation=None))  # type: ignore[arg-type]
+    print_summary(console, SimpleNamespace(score_name="top-1", unit="images", rows=rows, recommendation=None))
     values = ["INT8", "(onnxruntime)", "precision", "91.23", "-10.12", "123.45", "12,345", "2.13x", "25.6 MB", "12 kB"]
     text = capsys.readouterr().out
     assert [value for value in (*values, verdict) if value not in text] == []

@@ -66,7 +66,7 @@ def test_report_and_verdict_of_a_translator(translator: Chain, tmp_path: Path) -
     assert {(row.precision, row.batch_size) for row in benchmark.rows} == {
         (p, b) for p in ("fp32", "int8") for b in (1, 4)
     }
-    assert all(row.tokens_per_s > row.images_per_s for row in benchmark.rows)  # type: ignore[operator]
+    assert all(row.tokens_per_s > row.images_per_s for row in benchmark.rows)
     assert all(row.num_iterations >= 2 * 8 // row.batch_size for row in benchmark.rows)  # every sentence in each turn
     assert benchmark.latency_budget is not None
     assert sum(row.num_sentences for row in benchmark.lengths if row.precision == "int8") == 8
@@ -84,7 +84,7 @@ def test_data_of_other_languages_are_refused(translator: Chain, tmp_path: Path) 
     models, data = load(translator.bundle, BundleManifest), load(translator.dataset, DatasetManifest)
     other = SimpleNamespace(text_spec=models.manifest.text_spec.model_copy(update={"source_language": "fr"}))
     with refuses("other-languages"):
-        measure(settings(), StepLog("validate"), models, SimpleNamespace(path=data.path, manifest=other), tmp_path)  # type: ignore[arg-type]
+        measure(settings(), StepLog("validate"), models, SimpleNamespace(path=data.path, manifest=other), tmp_path)
 
 
 class Recorder:

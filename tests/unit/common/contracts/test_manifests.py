@@ -265,7 +265,7 @@ def test_atomic_writes_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.
     file, fsync = tmp_path / "file", os.fsync
     file.write_bytes(b"old")
     with pytest.raises(TypeError):
-        write_atomically(file, "no bytes")  # type: ignore[arg-type]
+        write_atomically(file, "no bytes")
     assert file.read_bytes() == b"old"
 
     def other_writes_meanwhile(number: int) -> None:

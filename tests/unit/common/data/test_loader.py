@@ -166,7 +166,7 @@ def test_epochs_differ_and_the_seed_decides(colours: Dataset, digits_dataset: Da
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_an_image_that_is_damaged_or_that_dali_refuses(colours: Dataset, tmp_path, split: str, is_listed: bool) -> None:
     copy = Path(shutil.copytree(colours.path, tmp_path / "dataset"))
-    shard = copy / colours.manifest.splits[split].shards[0]  # type: ignore[index]
+    shard = copy / colours.manifest.splits[split].shards[0]
     with tarfile.open(shard) as archive:
         member = [member for member in archive if member.name.endswith(".png")][3]
     data = bytearray(shard.read_bytes())
@@ -332,7 +332,7 @@ def test_memory_for_the_largest_image(
 
 def plan(num_images: int, batch_size: int = 10, num_shards: int = 1, **options: int | bool) -> EpochPlan:
     options = {"batches_per_step": 1, "num_pipelines": 0, "on_gpu": True, **options}
-    return plan_training(num_images, batch_size, 0, num_shards, **options)  # type: ignore[arg-type]
+    return plan_training(num_images, batch_size, 0, num_shards, **options)
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ def plan(num_images: int, batch_size: int = 10, num_shards: int = 1, **options: 
     ],
 )
 def test_two_pipelines_where_an_epoch_has_many_steps(options: dict[str, int], num_pipelines: int) -> None:
-    assert plan(**options).num_pipelines == num_pipelines  # type: ignore[arg-type]
+    assert plan(**options).num_pipelines == num_pipelines
 
 
 @pytest.mark.parametrize("num_images", [320, 329, 330, 333, 350, 1281])
@@ -377,7 +377,7 @@ def test_a_second_pipeline_costs_a_step_at_most(num_images: int, batches_per_ste
 )
 def test_too_few_images_for_a_step_everywhere(options: dict[str, int], setting: str, message: str) -> None:
     with refuses("too-few-images", setting, says=message):
-        plan(**options)  # type: ignore[arg-type]
+        plan(**options)
 
 
 class Event:
@@ -424,7 +424,7 @@ def test_an_output_of_a_gpu_lives_until_it_is_copied(monkeypatch: pytest.MonkeyP
 def test_a_shard_that_does_not_answer(digits_dataset: Dataset, tmp_path: Path, split: str) -> None:
     copy = Path(shutil.copytree(digits_dataset.path, tmp_path / "dataset"))
     dataset = load(copy, DatasetManifest)
-    shard = copy / dataset.manifest.splits[split].shards[-1]  # type: ignore[index]
+    shard = copy / dataset.manifest.splits[split].shards[-1]
     shard.unlink()
     os.mkfifo(shard)  # who opens it waits for a writer, for ever
     augmentation = Augmentation() if split == "train" else None
@@ -446,7 +446,7 @@ class Stuck:
         self.calls += 1
         if self.calls > 1:
             os.read(self.pipe, 1)
-        return next(self.iterator)  # type: ignore[call-overload]
+        return next(self.iterator)
 
 
 def test_storage_that_stops_answering_in_the_middle_and_a_slow_consumer(digits_dataset: Dataset) -> None:
@@ -456,7 +456,7 @@ def test_storage_that_stops_answering_in_the_middle_and_a_slow_consumer(digits_d
         assert len(batch.images) == 60
         time.sleep(1.2 * LIMIT_S)  # who trains may be slow
     stuck = Stuck(loader._iterators[0], reading)
-    loader._iterators = [stuck]  # type: ignore[list-item]
+    loader._iterators = [stuck]
     batches = iter(loader)
     assert len(next(batches).images) == 60
     for again in (batches, iter(loader)):  # the second time at once, and without another call into DALI

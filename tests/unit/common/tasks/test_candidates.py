@@ -32,7 +32,7 @@ NUM_ANCHORS = 36 * 36 + 18 * 18 + 9 * 9
 def test_a_file_returns_the_surest_anchors_in_their_order(runner: type[Runner], precision: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = FcosSmall(3).eval()
-    torch.nn.init.normal_(network.heads[0].logits.weight, std=0.1)  # type: ignore[arg-type]
+    torch.nn.init.normal_(network.heads[0].logits.weight, std=0.1)
     export_onnx(network, tmp_path / "model.onnx", SHAPES)
     model = onnx.load(tmp_path / "model.onnx")
     kept = keep_candidates(model if precision == "fp32" else to_fp16(model))
@@ -45,7 +45,7 @@ def test_a_file_returns_the_surest_anchors_in_their_order(runner: type[Runner], 
     with torch.no_grad():
         every = network(torch.from_numpy(images)).numpy()
     assert every.shape[1] == NUM_ANCHORS
-    opened = runner(tmp_path / "kept.onnx", SHAPES)  # type: ignore[call-arg]
+    opened = runner(tmp_path / "kept.onnx", SHAPES)
     check_candidates(opened.infer(images), every, 1e-3 if precision == "fp32" else 0.05)
     opened.close()
 
