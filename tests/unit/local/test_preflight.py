@@ -289,7 +289,7 @@ DEGRADED = {"gate": {"max_corrupted_drop_points": 2.0}, "validate": {"corruption
         (DEGRADED, {"validate": {}}, "invalid-setting", "validate.corruptions"),  # a limit on what is not measured
     ],
 )
-def test_settings_beside_others(arguments: dict[str, Any], changed: dict[str, Any], code: str, setting: str) -> None:
+def test_incompatible_settings(arguments: dict[str, Any], changed: dict[str, Any], code: str, setting: str) -> None:
     run = {"gate": {}, "export": {}, "validate": {}, **arguments}
     check_measurements(run, in_containers=True)
     with refuses(code, setting):

@@ -1,7 +1,6 @@
 """A translator behind a real Triton: the sentences of Python's own translator, and requests that are refused."""
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from components.common.contracts.manifests import BundleManifest, DatasetManifest, load
 from components.common.tasks.translation.runners import open_translator

@@ -109,7 +109,9 @@ def test_sigterm_is_a_preemption() -> None:
         ([[end("reported", 1), LOST]], 1, "no-image"),
     ],
 )
-def test_restarts_of_all(monkeypatch, tmp_path: Path, tries: list[list[RankEnd]], num_starts: int, code: str) -> None:
+def test_a_kill_restarts_all(
+    monkeypatch, tmp_path: Path, tries: list[list[RankEnd]], num_starts: int, code: str
+) -> None:
     left, log = iter(tries), Log()
 
     def start(number: int, folder: Path, errors: Any) -> _Group:
