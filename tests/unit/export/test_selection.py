@@ -79,7 +79,9 @@ def with_outliers(model: nn.Module, factor: float, conv: int = HARD_CONV) -> nn.
 class Search:
     """A selection over a model on the digits, and the ranking of its layers, by the runtime of the candidates."""
 
-    def __init__(self, model, digits, folder, methods=("max"), runner=OpenVINORunner, deadline=float("inf"), **options):
+    def __init__(
+        self, model, digits, folder, methods=("max",), runner=OpenVINORunner, deadline=float("inf"), **options
+    ):
         self.runner, self.file, self.digits = runner, folder / "candidate.onnx", digits
         export_onnx(model, folder / "fp32.onnx", SHAPES)
         proto = onnx.load(folder / "fp32.onnx")
