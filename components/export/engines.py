@@ -493,13 +493,13 @@ def build_plans(
     graph = read_onnx(output / "fp32.onnx").graph
     entries: list[EngineEntry] = []
     for number, precision in enumerate(PRECISIONS):
-        log.progress("building engines", number, len(PRECISIONS), precision)
         try:
             if precision == "int8" and build_int8 is not None:
                 entry = build_int8(entries[-1])
             else:
                 file = output / onnx_file_for(precision)
-                entry = compile_plan(settings, shapes, file, graph, precision=precision, cache=cache, log=log)
+                with log.unseen("building engines", number, len(PRECISIONS), precision):
+                    entry = compile_plan(settings, shapes, file, graph, precision=precision, cache=cache, log=log)
         except EngineryError as error:
             if settings.tensorrt == "on":
                 raise

@@ -335,11 +335,11 @@ class _PlanBuilder:
         """
         entries: list[EngineEntry] = []
         for number, precision in enumerate(PRECISIONS):
-            self.log.progress("building engines", number, len(PRECISIONS), precision)
             stem = onnx_file_for(precision).removesuffix(".onnx")
             files = [output / f"{name.format(stem)}.onnx" for name in (ENCODER, "{}")]
             try:
-                entries += self.build([read_onnx(file) for file in files], files, precision)
+                with self.log.unseen("building engines", number, len(PRECISIONS), precision):
+                    entries += self.build([read_onnx(file) for file in files], files, precision)
             except EngineryError as error:
                 if self.config.tensorrt == "on":
                     raise

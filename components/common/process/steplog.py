@@ -8,8 +8,10 @@ import json
 import math
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +27,7 @@ EVENT_PREFIX = "@enginery "
 EVENTS_VARIABLE = "ENGINERY_EVENTS"  # set to "1" by a parent that renders events
 RELAY_VARIABLE = "ENGINERY_RELAY"  # set to "1" by a parent that also keeps the steps' runs in MLflow
 
+_UNSEEN_INTERVAL_S = 60.0
 _EVENT_INTERVAL_S = 0.2
 _LINE_INTERVAL_S = 5.0
 
@@ -108,6 +111,25 @@ class StepLog:
             return
         self._last_phase, self._last_progress = phase, now
         self.event("progress", phase=phase, done=done, total=total, unit=unit, detail=detail)
+
+    @contextmanager
+    def unseen(self, phase: str, done: int, total: int, detail: str) -> Iterator[None]:
+        """Show, each minute, for how long the body has been at work, which tells nothing itself. See `progress`."""
+        began, has_ended = time.monotonic(), threading.Event()
+
+        def repeat() -> None:
+            while not has_ended.wait(_UNSEEN_INTERVAL_S):
+                minutes = round((time.monotonic() - began) / 60)
+                self.progress(phase, done, total, f"{detail}, for {minutes} min so far")
+
+        self.progress(phase, done, total, detail)
+        thread = threading.Thread(target=repeat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            thread.join()
 
     def metrics(self, values: dict[str, float], *, position: int = 0) -> None:
         """Log metrics to MLflow; `position` is the epoch, or whatever the x axis of the metric is."""

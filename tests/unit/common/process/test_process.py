@@ -2,6 +2,8 @@
 
 import io
 import os
+import re
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,6 +100,21 @@ def test_a_step_without_a_parent_prints_the_same(clock: Clock, monkeypatch, caps
         log.progress("calibrating", done + 1, 256, unit="images")
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["export: calibrating 1/256 images", "export: calibrating 256/256 images"]
+
+
+def test_work_that_tells_nothing_shows_its_time(clock: Clock, monkeypatch, capsys) -> None:
+    monkeypatch.delenv(EVENTS_VARIABLE, raising=False)
+    monkeypatch.setattr(steplog, "_UNSEEN_INTERVAL_S", 0.01)
+    shown, num_threads = "", threading.active_count()
+    with StepLog("export").unseen("building engines", 0, 3, "fp16"):
+        while "so far" not in shown:
+            clock.now += 60
+            shown += capsys.readouterr().err
+            time.sleep(0.01)
+    first, second = shown.splitlines()[:2]
+    assert first == "export: building engines 0/3, fp16"
+    assert re.fullmatch(r"export: building engines 0/3, fp16, for \d+ min so far", second)
+    assert threading.active_count() == num_threads
 
 
 def test_a_process_knows_its_age() -> None:
