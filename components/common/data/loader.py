@@ -652,6 +652,7 @@ def _first_damaged_sample(dataset: Artifact[DatasetManifest], split: str) -> str
     """The first sample of a split that is not what preprocess packed, as a sentence; empty when all are."""
     with dataset.file(f"{split}.jsonl").open(encoding="utf-8") as lines:
         entries = {entry["key"]: entry for entry in map(json.loads, lines)}
+    missing = set(entries)
     for shard in dataset.manifest.splits[split].shards:  # type: ignore[index]
         file = dataset.file(shard)
         if problem := _index_problem(dataset, shard):
@@ -660,6 +661,7 @@ def _first_damaged_sample(dataset: Artifact[DatasetManifest], split: str) -> str
             with tarfile.open(file) as archive:
                 for member in archive:
                     key, _, extension = member.name.partition(".")
+                    missing.discard(key)
                     content = archive.extractfile(member)
                     entry = entries.get(key, {"path": "unknown", "sha256": ""})
                     wanted = entry["sha256"] if extension in IMAGE_EXTENSIONS else entry.get("label_sha256")
@@ -672,4 +674,9 @@ def _first_damaged_sample(dataset: Artifact[DatasetManifest], split: str) -> str
                         )
         except (OSError, tarfile.TarError) as error:
             return f"the shard {file} is damaged: {error}"
+    if missing:  # a tar ends at the first block of zeros
+        lost = entries[min(missing)]["path"]
+        return (
+            f"the {split} shards of {dataset.path} are damaged: {len(missing)} samples are gone, such as that of {lost}"
+        )
     return ""

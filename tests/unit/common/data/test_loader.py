@@ -187,6 +187,19 @@ def test_an_image_that_is_damaged_or_that_dali_refuses(colours: Dataset, tmp_pat
         load(copy, DatasetManifest, verify=ALL_FILES)  # what --verify does, before anything is decoded
 
 
+def test_a_block_of_zeros_over_samples(colours: Dataset, tmp_path: Path) -> None:
+    """A disk's typical damage ends the tar there, so that the samples behind it are missing."""
+    copy = Path(shutil.copytree(colours.path, tmp_path / "dataset"))
+    shard = copy / colours.manifest.splits["val"].shards[0]
+    with tarfile.open(shard) as archive:
+        third = archive.getmembers()[4]
+    data = bytearray(shard.read_bytes())
+    data[third.offset : third.offset + 4096] = bytes(4096)
+    shard.write_bytes(data)
+    with refuses("damaged-dataset", says=f"samples are gone, such as that of {listed(colours, 'val')[2]['path']}"):
+        list(Loader(load(copy, DatasetManifest), "val", PLAIN, batch_size=8))
+
+
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Dataset]:
     """JPEG pictures of SIZES as val split, and the folder they are in."""
