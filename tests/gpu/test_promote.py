@@ -162,7 +162,6 @@ def test_a_champion_is_measured_again_on_other_images(proved: Proved, promotion:
     """It is the same bundle, so it has what its own report on those images says."""
     promotion(0)
     comparison = promotion(1).comparison
-    assert comparison is not None
     assert comparison.measured_again == RUNTIME
     report = load(proved.parts(1)["report"], ReportManifest).manifest
     rows = {row.precision: row.score_pct for row in report.accuracy.rows}

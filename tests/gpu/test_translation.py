@@ -44,7 +44,6 @@ def test_plans_translate_as_their_files(architecture: str, precision: Precision,
     graphs = _graphs(network)
     config = resolve(ExportConfig, "export", {"max_batch": 8, "optimization_level": 1})
     builder = _PlanBuilder.of(config, StepLog("export"), network, MAX_TOKENS, SOURCES)
-    assert builder is not None
     builder.forms = builder.forms[form:]
     files = [tmp_path / f"{name.format(precision)}.onnx" for name in (ENCODER, "{}")]
     for graph, file in zip(graphs, files, strict=True):

@@ -142,7 +142,6 @@ def test_a_full_disk_is_known_by_what_libraries_say(tmp_path: Path) -> None:
     assert explain(ValueError("too large"), tmp_path) is None
     refused = PermissionError(13, "Permission denied", "/data/x")
     explained = explain(refused, tmp_path)
-    assert explained is not None
     assert (explained.exit_code, explained.code) == (2, "permission-denied")
 
 

@@ -70,7 +70,6 @@ def check(registry: Registry, model: str, seen: Sequence[str], *, best_of: Seque
         if comparison is not None and CHAMPION in entry.change.changes:
             before = entry.change.changes[CHAMPION].before
             assert before == comparison.champion_version  # it was decided against the one that it replaced
-            assert before is not None
             assert comparison.champion_score_pct == top1[before]
     if best_of is not None:
         assert top1[registry.aliases(model)[CHAMPION]] == max(float(name[-3:]) for name in best_of)
@@ -129,7 +128,6 @@ def test_killed_in_the_middle(uri: str, tmp_path: Path) -> None:
         for number in range(6 if uri.startswith("sqlite") else 3):
             names = [f"k{number}p{process}-{draw.randrange(50, 90):03d}" for process in range(3)]
             running = [promoter(uri, tmp_path, [name]) for name in names]
-            assert running[0].stdout is not None
             for line in running[0].stdout:
                 if "uploading" in line:
                     break

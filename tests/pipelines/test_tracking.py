@@ -50,7 +50,6 @@ def test_an_interrupt_while_waiting_for_a_server(tmp_path: Path) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as deaf:
         uri = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         process = start(tmp_path / "home", tmp_path / "leaking", MLFLOW_TRACKING_URI=uri)
-        assert process.stdout is not None
         assert "waiting for MLflow" in process.stdout.readline()
         process.send_signal(signal.SIGTERM)
         text = finish(process)
@@ -104,7 +103,6 @@ def test_a_slow_server_is_waited_for(tmp_path: Path) -> None:
         assert MESSAGE in text
         client = MlflowClient(f"http://127.0.0.1:{port}")
         experiment = client.get_experiment_by_name("resnet50")
-        assert experiment is not None
         runs = client.search_runs([experiment.experiment_id])
         assert [run.info.status for run in runs] == ["FAILED", "FAILED"]
 
@@ -142,7 +140,6 @@ def test_a_server_that_dies_in_the_middle(tmp_path: Path, few_digits: Path) -> N
         assert text.count(" reused ") == 5
         client = MlflowClient(uri)
         experiment = client.get_experiment_by_name("resnet50")
-        assert experiment is not None
         statuses = {entry.info.run_name: entry.info.status for entry in client.search_runs([experiment.experiment_id])}
     assert statuses[directory.name] == "FAILED"
     assert "RUNNING" not in statuses.values()

@@ -31,8 +31,6 @@ TASKS = (*CHAIN, "gate", "promote")
 
 def module(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, CONTAINERS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded
@@ -272,7 +270,6 @@ def test_a_step_ends_when_the_lock_of_its_run_is_free(tmp_path: Path) -> None:
     script += "print('ready', flush=True); time.sleep(60)"
     environment = {"ENGINERY_PARENT_LOCK": str(tmp_path / LOCK)}
     with start_python("-c", script, env=environment, stdout=subprocess.PIPE, stderr=None) as step:
-        assert step.stdout is not None
         assert step.stdout.readline() == "ready\n"
         with pytest.raises(subprocess.TimeoutExpired):
             step.wait(0.5)

@@ -76,7 +76,6 @@ def test_the_chain_of_artifacts(old: Path) -> None:
     loader = Loader(dataset, "val", bundle.manifest.transform, batch_size=10, num_threads=1)
     assert sum(len(batch.labels) for batch in loader) == dataset.manifest.splits["val"].num_images == 20
     runner = select_runtime(bundle, "int8", "auto").runner
-    assert runner is not None
     assert runner.infer(np.zeros((2, 3, 32, 32), np.float32)).shape == (2, 10)
 
 

@@ -421,7 +421,6 @@ def test_a_consumer_that_is_too_slow_drops_frames_and_stays_near_now(run_analysi
     (stream,) = analysis.manifest.streams
     assert stream.num_dropped > stream.num_labelled > 10
     assert stream.num_labelled + stream.num_dropped <= stream.num_decoded
-    assert stream.latency_p99_ms is not None
     assert stream.latency_p99_ms < 1500  # two that wait, one that is under way, on a busy machine
 
 
@@ -544,7 +543,6 @@ def test_ctrl_c_ends_a_pipe_that_is_silent(bundle: Bundle, tmp_path: Path) -> No
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 2
-    assert process.stderr is not None
     assert "no-frames" in process.stderr.read()
 
 

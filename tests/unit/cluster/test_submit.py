@@ -238,7 +238,6 @@ def test_ctrl_c_leaves_the_run_and_says_how_to_come_back(cluster: Cluster, tmp_p
     written = {"stdout": subprocess.PIPE, "stderr": None}
     environment = {"HOME": str(tmp_path), "PYTHONUNBUFFERED": "1"}
     with start_python("-m", "enginery.cli.main", *words, env=environment, **written) as process:
-        assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("state       running"):
                 process.send_signal(signal.SIGINT)

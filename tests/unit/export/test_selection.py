@@ -143,7 +143,6 @@ def test_an_easy_model_keeps_everything_in_int8(trained, digits, tmp_path):
     assert search.fp32_score_pct > 90  # it did learn to read
     assert [trial.method for trial in search.trials] == list(CALIBRATION_METHODS)
     chosen = search.trial(found.method, ())
-    assert chosen is not None
     assert chosen.within_budget
     assert chosen.agreement_pct == max(trial.agreement_pct for trial in search.trials if trial.within_budget)
     assert found.exclude() == ()

@@ -154,7 +154,6 @@ def test_a_profile_takes_one_number_of_sentences_where_that_builds(
     config = resolve(ExportConfig, "export", {"opt_batch": opt_batch, "max_batch": max_batch})
     network = build_model("translation/transformer_small", NUM_TOKENS)
     builder = _PlanBuilder.of(config, StepLog("test"), network, 24, SOURCES)
-    assert builder is not None
     files, each = [tmp_path / "int8_encoder.onnx", tmp_path / "int8.onnx"], [(batch, batch, batch) for batch in fixed]
     if fails and others is None:
         with refuses("build-failed"):

@@ -58,7 +58,6 @@ def locked(path: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
         "print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         yield
 

@@ -138,7 +138,6 @@ def test_near_duplicates_leave_the_validation_split(planted: Path, tmp_path: Pat
     manifest, val = dataset.manifest, dataset.manifest.splits["val"]
     assert rejected(dataset.path) == LEFT_OUT
     near = manifest.near_duplicates
-    assert near is not None
     assert (near.num_across, near.num_left_out, near.num_train, near.num_val) == (7, 7, 2, 0)
     assert (manifest.num_rejected, manifest.splits["train"].num_images, val.num_images) == (7, 81, 20)
     assert val.class_counts == (5, 5, 5, 5)
@@ -163,7 +162,6 @@ def test_near_duplicates_leave_the_validation_split(planted: Path, tmp_path: Pat
 def test_near_duplicates_stay_where_that_is_wanted(planted: Path, tmp_path: Path) -> None:
     reported = preprocess(planted, tmp_path / "reported", near_duplicates="report")
     near = reported.manifest.near_duplicates
-    assert near is not None
     assert (near.num_across, near.num_left_out, reported.manifest.num_rejected) == (7, 0, 0)
     entries = listing(reported, "val")
     found = {entries[position]["path"] for position in near_duplicates_of_training(reported.path)}

@@ -91,7 +91,6 @@ def test_no_worse_one_becomes_champion(
     top1 = {str(number): float(name[-3:]) for number, name in enumerate(names, 1)}
     for before, entry in enumerate(entries[1:], 1):
         compared = entry.change.comparison
-        assert compared is not None
         assert compared.champion_version == champions(entries[:before])[-1]
         assert compared.champion_score_pct == top1[compared.champion_version]
         assert ("champion" in entry.change.changes) is compared.not_worse
@@ -101,7 +100,6 @@ def test_no_worse_one_becomes_champion(
             "version 2 60.00 % (INT8) on the same validation split of 100"
         )
         paired = comparison(tmp_path / "c-059").paired
-        assert paired is not None
         assert (paired.num_regressed, paired.num_improved, paired.mcnemar_p) == (1, 0, 1.0)
 
 
@@ -181,7 +179,6 @@ def test_the_number_of_now_counts(
     found = comparison(tmp_path)
     assert found.champion_score_pct == pytest.approx(10.0)
     assert found.measured_again == "openvino"
-    assert found.paired is not None
     assert (found.paired.num_regressed, found.paired.num_improved) == (12, 12)
     assert "(INT8, measured again with openvino) on the same validation split of 120" in said
     assert (registry.aliases("m")["champion"] == "2") is becomes

@@ -49,7 +49,6 @@ def test_tags_of_somebody_else_are_shown_as_they_are(three: str, registry: Regis
 )
 def test_changed_entries_of_the_log(three: str, registry: Registry, field: str, value: object, code: str) -> None:
     file = sqlite_file(registry.uri)
-    assert file is not None
     with closing(sqlite3.connect(file)) as connection, connection:
         ((text,),) = connection.execute("SELECT value FROM params WHERE key = '0001'")
         changed = json.dumps({**json.loads(text), field: value})
@@ -132,7 +131,6 @@ def test_a_database_that_can_not_be_opened(tmp_path: Path, monkeypatch: pytest.M
 def test_a_database_that_another_process_holds(three: str, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("components.common.registry.model_registry._PATIENCE_S", 0.1)
     file = sqlite_file(registry.uri)
-    assert file is not None
     with closing(sqlite3.connect(file, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         with refuses("database-locked"):

@@ -89,7 +89,6 @@ def test_the_statistics_are_those_of_others() -> None:
         assert result.high_pct == pytest.approx(100 * exact.high, abs=0.1)
         assert result.low_pct <= result.differing_pct <= result.high_pct
     speed = compare(answers(300, 0)).speed
-    assert speed is not None
     assert (speed.low, speed.ratio, speed.high) == (2.0, 2.0, 2.0)  # of 1.5, 2 and 2.5, a third each
 
 

@@ -59,7 +59,6 @@ def test_both_protocols_give_the_validated_answer(url: str, images: list[bytes],
     shares = np.array([answer.probabilities for answer in answers])
     assert np.allclose(shares, np.array(table["probabilities"].tolist()), atol=1e-6)
     serving = select_runtime(source.bundle, "int8", "openvino")
-    assert serving.runner is not None
     assert np.allclose(logits, serving.runner.infer(tensors), atol=1e-5)
 
 
@@ -142,8 +141,6 @@ def test_a_load_test_counts_what_the_server_did(url: str, tmp_path: Path, image_
     assert [level.request_rate for level in series.open] == [20, 60]
     for level in (*series.closed, *series.open):
         assert level.num_errors == 0
-        assert level.p50_ms is not None
-        assert level.p99_ms is not None
         assert 0 < level.p50_ms <= level.p99_ms
         # The server counts the warm-up, too, so it saw at least what was answered in the measured time.
         served_images = sum(size * count for size, count in level.batches.items())

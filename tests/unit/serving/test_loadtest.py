@@ -150,11 +150,9 @@ def test_the_knee_is_the_highest_good_rate_below_the_first_bad_one() -> None:
     for change in ({"errors": {"overloaded": 1}}, {"images_per_s": 60.0}, {"p99_ms": None}):
         assert not is_good(queued(70).model_copy(update=change), BUDGET_MS)
     knee = find_knee([queued(rate) for rate in (90, 20, 60, 75)], BUDGET_MS)
-    assert knee is not None
     assert (knee.request_rate, knee.is_highest_tried, knee.p99_ms) == (75, False, pytest.approx(40))
     assert knee_rate([queued(20), queued(90), queued(95).model_copy(update={"p99_ms": 10.0})]) == 20  # luck
     alone = find_knee([queued(20)], BUDGET_MS)
-    assert alone is not None
     assert alone.is_highest_tried
     assert knee_rate([queued(90)]) is knee_rate([]) is None
 

@@ -86,7 +86,6 @@ def test_another_number_of_processes_needs_epochs_of_as_many_steps() -> None:
     trainer = build()
     trainer.fit()
     saved = trainer.capture()
-    assert saved is not None
     saved.state["ranks"] *= 2
     build().restore(saved)
     saved.state["num_epochs"] = 1.0  # with the 8 steps that are 2 epochs here

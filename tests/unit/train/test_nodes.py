@@ -269,7 +269,6 @@ def test_sigterm_removes_the_job_and_ends_with_75(cluster: TrainerCluster, tiny_
     process = start_python(*words, env=variables)
     too_late = threading.Timer(120, process.kill)
     too_late.start()
-    assert process.stderr is not None
     said = ""
     while line := process.stderr.readline():
         said += line

@@ -103,7 +103,6 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(tiny_dataset: Dataset
 def test_sigterm_while_it_starts_up(tiny_dataset: Dataset, tmp_path, num_processes: int) -> None:
     place = Place(tmp_path / "place", tiny_dataset.path, {**SETTINGS, "num_processes": num_processes})
     process = place.start(stdout=subprocess.PIPE, ENGINERY_EVENTS="1")
-    assert process.stdout is not None
     assert '"started"' in process.stdout.readline()  # nothing is imported yet
     process.terminate()
     _, said = process.communicate(timeout=TIMEOUT_S)

@@ -39,7 +39,6 @@ def test_classes_against_fp32_counted() -> None:
     assert (changes["cat"].num_improved, changes["cat"].p_corrected, changes["dog"].p_corrected) == (1, 1.0, 1.0)
     worse, largest = class_losses(tuple(changes.values()))
     assert worse == ()
-    assert largest is not None
     assert largest.name == "bee"
     found = change(fp32, own)
     assert (found.num_images, found.num_regressed, found.num_improved, found.num_differing) == (23, 6, 1, 7)
@@ -121,11 +120,9 @@ def test_swapped_classes_are_caught_and_named(proved: Proved, digits_dataset: Da
     row = report.accuracy.row("int8")
     assert sorted(entry.name for entry in row.worse_classes) == names
     assert all(entry.p_corrected < 0.05 and entry.num_images == 12 for entry in row.worse_classes)
-    assert row.comparison is not None
     assert row.comparison.mcnemar_p < 1e-4
     assert row.comparison.drop_lower_points > 5
     # What they are taken for now, and that the report says so.
-    assert report.confusion is not None
     pairs = {(pair.label, pair.predicted) for pair in report.confusion.pairs[:2]}
     assert pairs == {(names[0], names[1]), (names[1], names[0])}
     page = (tmp_path / "judged" / "report" / "report.html").read_text(encoding="utf-8")

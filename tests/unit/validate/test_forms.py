@@ -235,7 +235,6 @@ def test_every_precision_has_a_matrix(name: str, start: str, reports: dict[str, 
     assert ("data:image/png;base64" in page) == (start == "<image ")
     assert re.findall("<summary>The same of (.+)</summary>", page) == (["FP32", "FP16"] if start else [])
     confusion, rows = reports[name].confusion, reports[name].accuracy
-    assert confusion is not None
     assert (confusion.matrix is not None) == bool(start)
     for other, matrix in confusion.others.items():
         row = rows.row(other)
@@ -277,7 +276,6 @@ def judged(
     entry = GateCheck(name=check, measured=measured, threshold=0.5, verdict=verdict, explanation="")
     found = {"checks": (entry,), "recommendation": advice, "thresholds": Thresholds(min_score_pct=99.0)}
     selection = report.calibration.selection
-    assert selection is not None
     selection = selection.model_copy(update={"out_of_time": False})
     accuracy = report.accuracy.model_copy(update={"rows": rows})
     benchmark = report.benchmark if speeds else report.benchmark.model_copy(update={"rows": ()})
@@ -406,7 +404,6 @@ def variants(reports: dict[str, Report]) -> dict[str, tuple[str, Report]]:
     """Reports that differ in one thing from another one, which is named first."""
     report, own = reports["ten classes"], reports["own model"]
     selection = report.calibration.selection
-    assert selection is not None
     names = [f"/layer{index}/Conv" for index in range(1, 43)]
     many = tuple(LayerCost(name=name, operator="Conv", cost_nats=0.1 / len(name)) for name in names)
     advice = Recommendation(precision="fp16", reason="INT8 is accurate enough, but not fast enough: it is <slow>")

@@ -189,7 +189,6 @@ def test_disagreements_are_shown_with_their_images(written: Written, chain: Chai
     # The very pixels of the source file: digits are small enough to stay exact.
     source = Path(chain.dataset.manifest.config["data"]) / shown[0].path
     data = re.search(r'<img src="data:image/png;base64,([^"]+)"', written.page)
-    assert data is not None
     image = Image.open(io.BytesIO(base64.b64decode(data[1])))
     assert np.array_equal(np.asarray(image), np.asarray(Image.open(source).convert("RGB")))
 
@@ -233,7 +232,6 @@ def test_training_is_told_by_epoch(written: Written, chain: Chain) -> None:
     assert (last.val_score_pct or 0) > 40  # chance is 10: it learns from mixed images, too
     assert history[-1].model_dump(exclude_none=True) == chain.checkpoint.manifest.metrics
     training = written.report.training
-    assert training is not None
     assert (training.history, training.config) == (history, chain.checkpoint.manifest.config)
     ranked = written.report.calibration.selection.ranking  # only where some had to leave INT8
     speeds = written.report.benchmark
@@ -302,7 +300,6 @@ def test_mlflow_has_report_and_data(chain: Chain, few_digits: Path, empty_store:
     tags, numbers = client.get_run(run.run_id).data.tags, client.get_run(run.run_id).data.metrics
     # INT8 is calibrated too badly to be recommended.
     measured = manifest.benchmark
-    assert measured.latency_budget is not None
     said = "within 0.0001 ms: unsure, " if measured.latency_budget.doubt else "nothing within 0.0001 ms: nearest is "
     assert tags["enginery.latency_budget"].startswith(said)
     assert numbers["latency_budget_ms"] == 0.0001

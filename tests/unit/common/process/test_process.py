@@ -228,7 +228,6 @@ def test_a_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_monitor, "pynvml", nvml := Nvml())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
     monitor = monitor_of(torch.device("cuda", 0))
-    assert monitor is not None
     monitor.start()
     monitor.stop()
     assert set(nvml.asked) == {"GPU-12-34"}

@@ -104,7 +104,6 @@ def kfp(plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> Plugin:
 def runs_of(plugin: Plugin) -> tuple[Run, list[Run]]:
     """The pipeline's run, and the steps' in the order in which they began."""
     experiment = plugin.client.get_experiment_by_name("resnet50")
-    assert experiment is not None
     found = plugin.client.search_runs([experiment.experiment_id], "tags.`enginery.run` = '0f5c4a1e-82a7'")
     (parent,) = (run for run in found if "mlflow.parentRunId" not in run.data.tags)
     steps = [run for run in found if run is not parent]

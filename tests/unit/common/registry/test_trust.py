@@ -379,7 +379,6 @@ def test_downgrades_to_approved_versions(
 def test_newest_approvals_that_are_damaged(machine: Machine, content: str) -> None:
     machine.policy(environment="prod", newest=True)
     policy = trust.find_policy()
-    assert policy is not None
     Path(policy.newest_approvals).write_text(content)
     with refuses("approvals-unwritable") as refusal:
         trust._check_newest(policy, "it", "prod/m", "2026-01-01T00:00:00Z")
@@ -389,7 +388,6 @@ def test_newest_approvals_that_are_damaged(machine: Machine, content: str) -> No
 def test_of_two_approvals_seen_at_once_the_newer_is_kept(machine: Machine) -> None:
     machine.policy(environment="prod", newest=True)
     policy = trust.find_policy()
-    assert policy is not None
     file = Path(policy.newest_approvals)
     ended: list[str] = []
 

@@ -45,12 +45,9 @@ def test_the_report_is_on_map(chain: Chain, tmp_path: Path) -> None:
     accuracy = load(chain.report, ReportManifest).manifest.accuracy
     fp32, int8 = accuracy.row("fp32"), accuracy.row("int8")
     assert fp32.num_images == int8.num_images == 48
-    assert fp32.score50_pct is not None
-    assert fp32.score_pct is not None
     assert fp32.score50_pct >= fp32.score_pct
     assert fp32.score_pct == pytest.approx(checkpoint.metrics["val_score_pct"], abs=1.0)  # of PyTorch, in training
     compared = int8.comparison
-    assert compared is not None
     assert compared.mcnemar_test == "bootstrap"
     page, card = (chain.report / "report.html").read_text(), (chain.report / "model_card.md").read_text()
     assert len(fp32.precision_by_recall_pct) == 101

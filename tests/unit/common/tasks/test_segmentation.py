@@ -44,7 +44,6 @@ def test_void_alone_costs_nothing_and_has_a_gradient_of_zero() -> None:
     loss = TASK.loss(0.1)(outputs, torch.full((2, 4, 4), VOID))
     loss.backward()
     assert loss.item() == 0
-    assert outputs.grad is not None
     assert not outputs.grad.any()
     totals = TASK.new_totals(3, torch.device("cpu"))
     TASK.count(totals, outputs.detach(), torch.full((2, 4, 4), VOID))

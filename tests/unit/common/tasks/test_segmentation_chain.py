@@ -51,7 +51,6 @@ def test_the_report_is_on_miou_with_a_bootstrap_interval(chain: Chain) -> None:
     checkpoint = load(chain.checkpoint, CheckpointManifest).manifest
     assert fp32.score_pct == pytest.approx(checkpoint.metrics["val_score_pct"], abs=0.5)  # of PyTorch, in training
     compared = int8.comparison
-    assert compared is not None
     assert compared.mcnemar_test == "bootstrap"
     assert compared.drop_lower_points <= -compared.delta_points <= compared.drop_upper_points
     assert int8.top5_pct is int8.ece_pct is None
@@ -113,7 +112,6 @@ def test_the_python_model_answers_with_masks(chain: Chain, tmp_path: Path) -> No
     )
     assert sum(plain.shares) == pytest.approx(1, abs=1e-5)
     runner = select_runtime(load(chain.bundle, BundleManifest), "int8", "auto").runner
-    assert runner is not None
     transform = load(chain.bundle, BundleManifest).manifest.transform
     assert np.array_equal(mask, runner.infer(load_input(files[0], transform))[0].argmax(axis=0))
     runner.close()
