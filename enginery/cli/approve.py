@@ -17,13 +17,14 @@ from enginery.registry.models import find_version, open_registry
 def approve(model: str, environment: str, key: Path, days: int) -> None:
     """Sign that a registered version may run in the environment ENV, and put the statement beside its files.
 
-    The version must lie in the registry as it was promoted, with a verdict that the machine's trust policy accepts.
-    What serves in ENV refuses other versions where its own policy says so: docs/security.md. To go back to an older
-    version, approve that again.
+    The version must lie in the registry as it was promoted, with a verdict that the machine's trust policy accepts, and
+    FILE must be a key that may approve for ENV by that policy. An earlier approval for ENV is replaced. What serves in
+    ENV refuses other versions where its own policy says so: docs/security.md. To go back to an older version, approve
+    that again.
     """
     # MLflow takes seconds to import: mistakes are said before.
     from components.common.registry.keys import signing_key
-    from components.common.registry.trust import approval_file, sign_approval, why_approval_does_not_count
+    from components.common.registry.trust import approval_file, check_approval, sign_approval
 
     if not re.fullmatch(r"[\w-]{1,100}", environment):  # stands in a file's name
         wanted = "an environment is letters, digits, - and _, at most 100, such as production"
@@ -37,7 +38,6 @@ def approve(model: str, environment: str, key: Path, days: int) -> None:
         with registered_chain(registry, version, environment="") as chain:
             digests = {part: chain.digests[part] for part in ("bundle", "report", "verdict")}
         statement = sign_approval(digests, version.name, version.number, environment, days, signer)
+        check_approval(version.label, statement, environment, digests)  # before it replaces one that counts
         registry.add_statement(version, approval_file(environment), statement)
-    if why := why_approval_does_not_count(statement, environment, digests):
-        click.echo(f"this machine's trust policy does not take it: {why}", err=True)
     click.echo(f"{version.label} is approved for {environment}, {days} days (bundle {digests['bundle']})")

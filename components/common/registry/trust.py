@@ -240,15 +240,15 @@ def check_chain(
     _check_newest(policy, what, f"{environment}/{predicate.get('model')}", str(predicate.get("approved")))
 
 
-def why_approval_does_not_count(statement: bytes, environment: str, digests: Mapping[str, str]) -> str:
-    """Return why this machine's policy refuses an approval; empty where it does not, or there is no policy."""
+def check_approval(what: str, statement: bytes, environment: str, digests: Mapping[str, str]) -> None:
+    """Refuse an approval that this machine's policy does not take; without a policy none is refused.
+
+    Raises:
+        EngineryError: see `check_chain`.
+    """
     policy, file = find_policy(), approval_file(environment)
-    try:
-        if policy is not None:
-            _checked(policy, "the approval", {file: statement}, file, "approval", environment, digests)
-    except EngineryError as error:
-        return str(error)
-    return ""
+    if policy is not None:
+        _checked(policy, what, {file: statement}, file, "approval", environment, digests)
 
 
 def check_shadow(
@@ -348,11 +348,15 @@ def _checked(
 def _check_right(policy: TrustPolicy, what: str, name: str, right: Right, environment: str = "") -> None:
     """Refuse a key that may not sign that now. `name`: of the key; empty for one that the policy does not name."""
     if not name:
-        raise _refusal(what, f"no key of the trust policy signed its {right}", "key-unknown")
+        raise _refusal(
+            what, f"no key of the trust policy signed its {right}. Sign with one that it names", "key-unknown"
+        )
     key = policy.keys[name]
     if not (environment in key.approves if right == "approval" else right in key.signs):
         may = f"approve for {environment}" if right == "approval" else f"sign a {right}"
-        raise _refusal(what, f"by the trust policy the key {name} may not {may}", "key-without-right")
+        raise _refusal(
+            what, f"by the trust policy the key {name} may not {may}. Sign with one that may", "key-without-right"
+        )
     _check_expiry(what, f"the key {name}", right, key.expires)
 
 
