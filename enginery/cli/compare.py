@@ -50,7 +50,11 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
         registered = f", registered as {run.registered}" if run.registered else ""
         console.print(f"[bold]{run.label}[/]  {run.run_id}  {status}{registered}")
     _print_measures(console, result)
-    differences = (("arguments", result.arguments), ("data", result.data), ("versions and hardware", result.versions))
+    differences = (
+        ("arguments", result.arguments),
+        ("data", result.data),
+        ("library versions and hardware", result.versions),
+    )
     for title, entries in differences:
         _print_differences(console, title, entries, [run.label for run in result.runs])
     unknown = ["arguments"] if MIXED in result.warnings else []
@@ -71,13 +75,14 @@ def _print_measures(console: Console, result: RunComparison) -> None:
         for position, run in enumerate(result.runs):
             row = run.rows.get(precision)
             last = position == len(result.runs) - 1
+            is_unsure = row and row.score_pct is not None and row.images_per_s is None and row.throughput_batch_size
             table.add_row(
                 precision.upper() if position == 0 else "",
                 run.label,
                 number(row.score_pct if row else None, ".2f"),
                 "" if precision == "fp32" else number(row.delta_points if row else None, "+.2f"),
-                number(row.p50_ms if row else None, ".2f"),
-                number(row.images_per_s if row else None, ",.0f"),
+                "unsure" if row and row.latency_doubt else number(row.p50_ms if row else None, ".2f"),
+                "unsure" if is_unsure else number(row.images_per_s if row else None, ",.0f"),
                 size_text(row.size_bytes) if row and row.size_bytes else "n/a",
                 verdict_text(row.verdict) if row else "",
                 end_section=last,

@@ -130,6 +130,17 @@ def test_command_compare(home: Path) -> None:
             enginery("compare", *arguments)
 
 
+def test_a_speed_that_is_unsure_was_measured_all_the_same(home: Path) -> None:
+    busy = {"p50_ms": None, "images_per_s": None, "latency_doubt": "others took 87 % of the cores' time"}
+    fp16 = precision_row("fp16", 90.0).model_copy(update={"score_pct": None, "p50_ms": None, "images_per_s": None})
+    rows = [precision_row("fp32", 90.0, **busy), fp16]
+    write(home, FIRST, rows=rows)
+    write(home, SECOND, rows=rows)
+    shown = enginery("compare", FIRST, SECOND).stdout
+    assert (shown.count("unsure"), shown.count("n/a")) == (4, 6)
+    assert "the same in all: arguments, data, library versions and hardware" in shown
+
+
 def test_command_runs(home: Path) -> None:
     (home / "runs" / UNFINISHED).mkdir()
     shown = enginery("runs", columns=80).stdout
