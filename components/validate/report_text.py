@@ -268,11 +268,12 @@ def key_figures(report: Report) -> Facts:
     ]
     largest = largest_batch(report.benchmark)
     if ratio := report.benchmark.speedup(precision, "fp32", largest):
-        batch = f"speed of FP32 at batch {largest}"
+        batch = f"FP32 at batch {largest}"
         if ratio.doubt:
-            figures.append(("unsure", f"{batch}: {ratio.doubt.partition(':')[0]}"))
+            figures.append(("unsure", f"speed over {batch}: {ratio.doubt.partition(':')[0]}"))
         else:
-            figures.append((f"{number(ratio.median)} {TIMES}", f"{batch}; {number(ratio.low)} to {number(ratio.high)}"))
+            bounds = f"{number(ratio.low)} to {number(ratio.high)}"
+            figures.append((f"{number(ratio.median)} {TIMES}", f"speed of {batch}; {bounds}"))
     figures.append((f"{megabytes(own.size_bytes)} MB", f"file size; FP32 {megabytes(fp32.size_bytes)} MB"))
     return figures
 
@@ -702,8 +703,8 @@ def data_facts(report: Report) -> Facts:
 def _near_duplicate_facts(found: NearDuplicates | None) -> Facts:
     if found is None:
         return [("near-duplicates", "not looked for")]
-    where = "were left out of the validation split" if found.num_left_out else "are in the validation split"
-    return [("near-duplicates", f"{found.num_across:,} of training images {where}" if found.num_across else "none")]
+    where = "left out of the validation split, counted as rejected" if found.num_left_out else "in the validation split"
+    return [("near-duplicates", f"{found.num_across:,} of training images, {where}" if found.num_across else "none")]
 
 
 def provenance_facts(report: Report) -> Facts:

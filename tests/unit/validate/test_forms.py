@@ -20,8 +20,10 @@ from components.common.contracts.records import (
     ClassLoss,
     GateCheck,
     LayerCost,
+    NearDuplicates,
     PairedComparison,
     Recommendation,
+    Speedup,
 )
 from components.common.contracts.statistics import drop_upper
 from components.common.contracts.verdict import CHECKS, Thresholds
@@ -379,6 +381,23 @@ def test_unknown_power(
     assert re.search(f"Power is not known: .*{reason}", card)
 
 
+def test_an_unsure_speed_is_that_of_the_precision_not_of_fp32(reports: dict[str, Report], tmp_path: Path) -> None:
+    report = reports["ten classes"]
+    found = Speedup(median=2.0, low=1.9, high=2.1, doubt="other processes took 31 % of the cores' time: validate again")
+    rows = tuple(
+        row.model_copy(update={"others_pct": 31.0, "over": dict.fromkeys(row.over, found)})
+        for row in report.benchmark.rows
+    )
+    _, card = write(updated(report, "benchmark", rows=rows), tmp_path)
+    assert "- **unsure** speed over FP32 at batch 128: other processes took 31 % of the cores' time\n" in card
+    assert "| others' CPU % |" in card
+
+
+def near_duplicates(report: Report, num_left_out: int) -> Report:
+    found = NearDuplicates(num_across=7, num_left_out=num_left_out, num_train=0, num_val=0, num_plain=0)
+    return updated(report, "data", near_duplicates=found)
+
+
 def class_changes(report: Report, names: str, significant: str) -> Report:
     """Classes that lose 5 points each."""
     lost = {"num_images": 40, "num_regressed": 3, "num_improved": 1, "delta_points": -5.0}
@@ -429,6 +448,8 @@ def variants(reports: dict[str, Report]) -> dict[str, tuple[str, Report]]:
         ),
         "not ranked: there was no need": unranked,
         "not ranked: switched off": exported_with(unranked, num_ranking_images=0),
+        "near-duplicates left out": near_duplicates(report, 7),
+        "near-duplicates kept": near_duplicates(report, 0),
         "no engine": updated(report, "model", engines=(), **missing),
         "some engines": updated(report, "model", engines=report.model.engines[:1], **missing),
     }
