@@ -1,6 +1,5 @@
 """Decide whether a new version becomes the champion: never where it is worse on the same images."""
 
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ def remeasure(
     """
     with registry.files(version, "bundle") as path, TemporaryDirectory(prefix="enginery-") as temporary:
         # A copy: what was checked can't be swapped any more. A plan is code.
-        copy = shutil.copytree(path, Path(temporary) / "bundle", symlinks=True)
+        copy = load(path, BundleManifest).copy_to(Path(temporary) / "bundle")
         bundle = load(copy, BundleManifest, verify=ALL_FILES)
         digests = {"bundle": bundle.digest}
         check_tags(version, digests)

@@ -4,7 +4,6 @@ import base64
 import binascii
 import io
 import logging
-import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -149,7 +148,7 @@ def open_model(
 ) -> "BundleModel | TextModel":
     """The same of a bundle that may have been checked: `statements` is None where its digest is one that is trusted."""
     temporary = TemporaryDirectory(prefix="enginery-")  # a copy: what was checked can't be swapped any more
-    copy = shutil.copytree(folder, Path(temporary.name) / "bundle", symlinks=True)
+    copy = load(folder, BundleManifest).copy_to(Path(temporary.name) / "bundle")
     bundle = load(copy, BundleManifest, verify=ALL_FILES)
     if statements is not None:
         say = logging.getLogger(__name__).warning

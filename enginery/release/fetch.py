@@ -30,7 +30,7 @@ from components.common.registry.trust import (
     statement_names,
 )
 from enginery.new_folders import check_new, finish, temporary_folder
-from enginery.release.verify import OLD_SIGNATURE, SUMS, read_list, read_sums
+from enginery.release.verify import OLD_SIGNATURE, SUMS, copy_release, read_list, read_sums
 
 OCI = "oci://"
 _SPARED_BYTES = 1 << 30
@@ -118,7 +118,7 @@ def fetch(source: str, target: Path, digest: str = "") -> Identity:
             elif pulled:
                 origin.rename(copy)
             else:
-                shutil.copytree(origin, copy, symlinks=True)
+                copy_release(origin, copy, source)
         found = _checked(copy, digest, source)
         try:
             finish(copy, target)

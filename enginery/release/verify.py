@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -143,8 +144,31 @@ def found_files(folder: Path, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield name, "" if stat.S_ISREG(mode) else "is no regular file; a release holds plain files"
 
 
-def check_files(folder: Path, entries: dict[str, str]) -> Iterable[str]:
-    """Yield a line for each file that differs between a folder and its list."""
+def copy_release(folder: Path, copy: Path, shown: str) -> Path:
+    """Copy a release to where nobody can swap what is checked then.
+
+    Args:
+        folder: of the release, which anybody may have written: devices and files beside its list have no end.
+        copy: a new folder.
+        shown: where it is from, for people.
+
+    Raises:
+        UserError: it is no release.
+        EngineryError: it holds other files than its list, or more than there is room for.
+    """
+    entries, problems = read_sums(read_list(folder))
+    if problems := [*problems, *check_files(folder, entries, content=False)]:
+        raise EngineryError(f"the release {shown} is refused: {'; '.join(problems)}", code="release-refused")
+    needed = sum((folder / name).stat().st_size for name, _ in found_files(folder))
+    if needed > (free := shutil.disk_usage(copy.parent).free):
+        where = copy.absolute().parents[1]
+        message = f"the release {shown} has {needed:,} bytes, and {where} has room for {free:,}; make room there"
+        raise EngineryError(message, code="no-space")
+    return shutil.copytree(folder, copy, symlinks=True)
+
+
+def check_files(folder: Path, entries: dict[str, str], *, content: bool = True) -> Iterable[str]:
+    """Yield a line for each file that differs between a folder and its list; without `content` by names and kinds."""
     seen = set()
     for name, problem in found_files(folder):
         seen.add(name)
@@ -154,7 +178,7 @@ def check_files(folder: Path, entries: dict[str, str]) -> Iterable[str]:
             continue
         elif name not in entries:
             yield f"{name} is not listed in {SUMS}: it was added"
-        elif (found := digest_file(folder / name)) != entries[name]:
+        elif content and (found := digest_file(folder / name)) != entries[name]:
             yield f"{name} was changed: its digest is {found}, {SUMS} says {entries[name]}"
     for name in sorted(entries.keys() - seen):
         yield f"{name} is missing"

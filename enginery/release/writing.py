@@ -9,7 +9,6 @@ from typing import Any
 
 from components.common.contracts.environment import own_version, utc_now
 from components.common.contracts.errors import EngineryError, GateFailed
-from components.common.contracts.manifests import MANIFEST
 from components.common.registry.audit_log import Entry
 from components.common.registry.model_registry import RegisteredVersion
 from components.common.registry.trust import check_chain, check_signer, sign_folder
@@ -82,10 +81,7 @@ def write_release(
     record = _record(chain, name, version, registry, signer)
     with new_folder(output, "a release") as temporary:
         for artifact, part in ((chain.bundle, BUNDLE), (chain.report, REPORT), (chain.verdict, VERDICT)):
-            for file in (MANIFEST, *artifact.manifest.files):  # nothing else that may lie there
-                target = temporary / part / file
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(artifact.path / file, target)
+            artifact.copy_to(temporary / part)
         for file, statement in statements.items():
             (temporary / file).write_bytes(statement)
         _write_rest(temporary, record, chain, key)

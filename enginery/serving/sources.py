@@ -1,6 +1,5 @@
 """Sources of a model repository: a registered version, a release, or a bundle."""
 
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +13,17 @@ from components.common.contracts.records import EngineEntry, Precision
 from components.common.registry.trust import check_chain, check_folder, read_statements
 from components.common.runtimes import measured_plans
 from enginery.registry.models import find_version, is_reference, open_registry
-from enginery.release.verify import BUNDLE, REPORT, SUMS, VERDICT, Chain, ReleaseRecord, contradictions, load_chain
+from enginery.release.verify import (
+    BUNDLE,
+    REPORT,
+    SUMS,
+    VERDICT,
+    Chain,
+    ReleaseRecord,
+    contradictions,
+    copy_release,
+    load_chain,
+)
 
 if TYPE_CHECKING:  # MLflow takes seconds to import
     from components.common.registry.model_registry import Part, RegisteredVersion, Registry
@@ -66,7 +75,7 @@ def find_source(text: str, precision: Precision | None) -> Iterator[ModelSource]
             yield source
     elif (folder / SUMS).is_file():
         with TemporaryDirectory(prefix="enginery-") as temporary:  # what is checked can't be swapped any more
-            copied = shutil.copytree(folder, Path(temporary) / "release", symlinks=True)
+            copied = copy_release(folder, Path(temporary) / "release", text)
             record, chain = open_release(copied, text)
             yield of_chain(chain, record.name, record.version, precision, read_statements(copied))
     elif (folder / MANIFEST).is_file():

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -324,6 +325,13 @@ class Artifact(Generic[AnyManifest]):
     def file(self, name: str) -> Path:
         """Path of one of the artifact's files."""
         return self.path / name
+
+    def copy_to(self, folder: Path) -> Path:
+        """Copy what the manifest names into a new folder, and nothing else that may lie there."""
+        for name in (MANIFEST, *self.manifest.files):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.file(name), folder / name)
+        return folder
 
 
 def make_directory(path: Path) -> None:

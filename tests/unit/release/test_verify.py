@@ -5,18 +5,22 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from components.common.contracts.digests import digest_file
 from components.common.process.steplog import StepLog
 from components.common.registry.keys import KEY_VARIABLE
 from components.common.registry.trust import POLICY_VARIABLE, read_statements
 from components.gate.config import GateConfig
 from components.gate.run import run as gate
+from enginery.release.fetch import fetch
 from enginery.release.verify import PublicKey, public_key, verify, write_sums
 from enginery.release.writing import write_release
+from enginery.serving.sources import find_source
 from tests.processes import run_python
 from tests.unit.conftest import LENIENT, Proved
 from tests.unit.registered import enginery, refuses, reseal, write_keys
@@ -165,6 +169,24 @@ def test_lines_that_are_none(release: Path, said: str, line: str) -> None:
     with (release / "SHA256SUMS").open("a") as file:
         file.write(line)
     assert said in problems(release)
+
+
+@pytest.mark.parametrize("beside", ["pipe", "unlisted", "no room"])
+def test_what_has_no_end_is_not_copied(release: Path, tmp_path: Path, monkeypatch, beside: str) -> None:
+    """It is refused before anything of it is copied to where it would be checked."""
+    if beside == "pipe":  # as a device, which only root makes
+        os.mkfifo(release / "bundle/pipe")
+    elif beside == "unlisted":
+        (release / "bundle/more").touch()
+    else:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr(shutil, "copytree", lambda *_, **__: pytest.fail("it was copied"))
+    code = "no-space" if beside == "no room" else "release-refused"
+    with refuses(code):
+        find_source(str(release), None).__enter__()
+    with refuses(code):
+        fetch(str(release), tmp_path / "got", digest_file(release / "SHA256SUMS"))
+    assert not (tmp_path / "got").exists()
 
 
 def test_lists_that_are_no_text_or_empty_and_files_without_end(release: Path) -> None:
