@@ -99,7 +99,7 @@ def install_triton(say: Callable[[str], None]) -> Triton:
     say(f"installing Triton's server into {folder} (once; 75 MB to download, 220 MB on disk)")
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir(parents=True)
         _fill(Triton(folder=temporary))
         try:
             temporary.rename(folder)

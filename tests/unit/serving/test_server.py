@@ -24,7 +24,7 @@ from components.common.registry.keys import signing_key
 from components.common.registry.trust import VERDICT, sign_verdict
 from components.common.runtimes.openvino import OpenVINORunner
 from components.common.runtimes.selection import fit_model
-from enginery.serving.installation import find_triton
+from enginery.serving.installation import HOME_VARIABLE, find_triton
 from enginery.serving.repository import RepositoryConfig, write_repository
 from enginery.serving.server import Ports, Server
 from tests.pipelines.servers import free_port
@@ -124,6 +124,12 @@ def check_address(running: Running, address: str) -> None:
         with urllib.request.urlopen(f"http://{address}:{port}/{path}", timeout=600) as response:
             assert response.status == 200
     assert grpc.InferenceServerClient(f"{address}:{running.grpc}").is_server_ready()
+
+
+def test_a_folder_for_triton_that_nobody_may_write(triton, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HOME_VARIABLE, "/sys")  # closed to root, too
+    with refuses("not-writable", HOME_VARIABLE):
+        enginery("serve", "install")
 
 
 @pytest.mark.slow  # by name below; how an address becomes the server's above
