@@ -48,6 +48,7 @@ def shadow(
     `enginery deploy --require-shadow` asks for it.
     """
     from components.common.registry.keys import signing_key
+    from components.common.registry.trust import check_shadow, read_statements
     from enginery.release.fetch import read_identity
     from enginery.serving.shadow import ShadowConfig
     from enginery.serving.shadow_record import ShadowManifest, read_labels, read_record, with_labels, write_record
@@ -61,6 +62,9 @@ def shadow(
             raise UserError(message, code="no-labels", setting="--labels")
         record, answers = read_record(folder)
         fields: dict[str, Any] = dict(record.manifest)
+        if signer is not None:  # else whoever made up the record would get it signed
+            digests = {**record.manifest.inputs, "shadow": record.digest}
+            check_shadow(f"the shadow record {folder}", digests, read_statements(folder))
         config: Any = resolve(ShadowConfig, "shadow", record.manifest.config)
     else:
         config = resolve(ShadowConfig, "shadow", settings)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, FiniteFloat
+from pydantic import AwareDatetime, Field, FiniteFloat
 
 from components.common.contracts.errors import EngineryError, GateFailed, UserError
 from components.common.contracts.manifests import ALL_FILES, Artifact, Manifest, load, seal, write_atomically
@@ -109,8 +109,8 @@ class ShadowManifest(Manifest):
     champion: ShadowedModel
     challenger: ShadowedModel
     asked: str = Field("", description="Address of the server that answered for the challenger; empty: it ran here.")
-    started: datetime
-    ended: datetime
+    started: AwareDatetime
+    ended: AwareDatetime
     num_seen: int = Field(description="Images that the champion answered meanwhile, up to the last sample.")
     num_dropped: int = Field(description="Drawn, and given up in the server: the queue was full, or they were large.")
     num_unpaired: int = Field(description="Of which the image or the champion's answer did not arrive.")
@@ -240,8 +240,17 @@ def with_labels(answers: Sequence[ShadowAnswer], labels: Mapping[str, str]) -> l
     """The answers with their right classes, which are named by a request's id or an image's digest.
 
     Raises:
-        UserError: none of them is named, or by no class that was predicted.
+        UserError: none of them is named, or by no class that was predicted; or an id is of several images.
     """
+    images: dict[str, str] = {}
+    for answer in answers:
+        if images.setdefault(answer.id, answer.image_digest) != answer.image_digest and answer.id in labels:
+            raise UserError(
+                f"clients sent several images as {answer.id!r}, so its label may be of any of them: name them by "
+                f"their digests, as in {ANSWERS}",
+                code="label-ambiguous",
+                setting="--labels",
+            )
     found = [
         answer.model_copy(update={"label": labels.get(answer.id) or labels.get(answer.image_digest) or answer.label})
         for answer in answers
@@ -261,7 +270,7 @@ def read_labels(file: Path) -> dict[str, str]:
     """Labels of a CSV file without a header: an id or digest, and the class.
 
     Raises:
-        UserError: it can't be read or is empty, or a line is something else.
+        UserError: it can't be read or is empty, or a line is something else or contradicts another.
     """
     try:
         with file.open(encoding="utf-8-sig", newline="") as opened:
@@ -277,7 +286,15 @@ def read_labels(file: Path) -> dict[str, str]:
             code="labels-invalid",
             setting="--labels",
         )
-    return dict(rows)
+    labels: dict[str, str] = {}
+    for name, label in rows:
+        if labels.setdefault(name, label) != label:
+            raise UserError(
+                f"--labels {file} has two classes for {name!r}, {labels[name]!r} and {label!r}; remove the wrong one",
+                code="label-ambiguous",
+                setting="--labels",
+            )
+    return labels
 
 
 @dataclass(frozen=True, kw_only=True)

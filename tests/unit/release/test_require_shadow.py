@@ -120,6 +120,10 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another challenger": (made(9, challenger="sha256:" + "d" * 64), "shadow-other-challenger"),
     "too old": (made(9, hours=7 * 24 + 1), "shadow-too-old"),
     "from the future": (made(9, hours=-1), "shadow-too-old"),
+    "of no time zone": (
+        changed(lambda folder: reseal(folder, lambda manifest: manifest.update(ended="2026-11-30T12:00:00"))),
+        "invalid-manifest",
+    ),
     "too few": (made(9, 999), "shadow-too-few"),
     "too different": (made(45), "shadow-differs"),  # 4.5 %, up to 5.7 %
     "worse by labels": (made(30, num_lost=28), "shadow-worse"),
@@ -178,6 +182,32 @@ def test_records_with_a_policy(machine: Machine, tmp_path: Path) -> None:
     machine.policy(ci={"signs": ["shadow"]}, expires="2001-01-01")
     with refuses("key-expired"):
         required(tmp_path / "signed")
+
+
+def test_a_key_signs_no_record_again_that_the_policy_refuses(machine: Machine, tmp_path: Path) -> None:
+    machine.policy(ci={"signs": ["shadow"]})
+    (tmp_path / "labels.csv").write_text("r0,a")
+    record(tmp_path / "forged", answers(1000, 9))
+    record(tmp_path / "signed", answers(1000, 9), signing_key(machine.key("ci")))
+    labelled = ("--labels", tmp_path / "labels.csv", "--key", machine.key("ci"), "--output", tmp_path / "judged")
+    with refuses("no-shadow"):
+        enginery("shadow", tmp_path / "forged", *labelled)
+    enginery("shadow", tmp_path / "signed", *labelled)
+    required(tmp_path / "judged")
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [({}, "r1,a\nr0,b\nr1,b\n"), ({"id": "r1"}, "r1,a\n")],
+    ids=["two classes for an image", "two images of an id"],
+)
+def test_labels_that_may_be_of_another_image(changes: dict[str, str], rows: str, tmp_path: Path) -> None:
+    first, *others = answers(10, 2)
+    record(tmp_path / "shadow", [first.model_copy(update=changes), *others])
+    (tmp_path / "labels.csv").write_text(rows)
+    with refuses("label-ambiguous", "--labels"):
+        enginery("shadow", tmp_path / "shadow", "--labels", tmp_path / "labels.csv", "--output", tmp_path / "judged")
+    assert not (tmp_path / "judged").exists()
 
 
 def test_deploy_asks_for_it(checkout: Path, three: str, tmp_path: Path) -> None:
