@@ -503,6 +503,8 @@ def how_to_renew(kind: str) -> str:
     """The fix for an artifact that is of no use."""
     if kind in _COMMANDS:
         return f"write it again with {writer_of(kind)}"
+    if kind not in _STEPS:  # a name from a file of anybody, or of none
+        return "write it again"
     return f"write it again with {writer_of(kind)} (in a pipeline: enginery run ... --no-reuse)"
 
 

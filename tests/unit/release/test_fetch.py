@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from components.common.contracts.digests import digest_bytes
+from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import MANIFEST, BundleManifest, load
 from components.common.registry import model_registry, trust
 from components.common.registry.model_registry import download
@@ -156,6 +157,17 @@ def rename(bundle: Path) -> str:
     digest = digest_of(bundle)
     reseal(bundle, lambda record: record.update(architecture="resnet50", inputs={"bundle": digest}))
     return digest
+
+
+def test_no_step_is_named_that_there_is_not(bundle: Path, tmp_path: Path) -> None:
+    """The kind of a manifest is what anybody wrote there."""
+    for attack in (
+        edit(MANIFEST, lambda data: data.replace(b'"kind":"bundle"', b'"kind":"report2"')),
+        edit(MANIFEST, lambda data: data + bytes(100 << 20)),
+    ):
+        digest = attack(bundle)
+        with pytest.raises(EngineryError, match=r"again$"):
+            fetch(str(bundle), tmp_path / "got", digest)
 
 
 @pytest.mark.parametrize(
