@@ -498,7 +498,7 @@ def build_plans(
                 entry = build_int8(entries[-1])
             else:
                 file = output / onnx_file_for(precision)
-                with log.unseen("building engines", number, len(PRECISIONS), precision):
+                with log.heartbeat("building engines", number, len(PRECISIONS), precision):
                     entry = compile_plan(settings, shapes, file, graph, precision=precision, cache=cache, log=log)
         except EngineryError as error:
             if settings.tensorrt == "on":

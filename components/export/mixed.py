@@ -120,7 +120,7 @@ class MixedSearch:
         """Compile and profile a plan."""
         left_out = {*self.excluded, *plan.excluded}
         order = [node for block in self._blocks for node in block.layers]
-        with self.log.unseen("building INT8 engines", len(self.compiled), 1 + self.max_engines, name):
+        with self.log.heartbeat("building INT8 engines", len(self.compiled), 1 + self.max_engines, name):
             compiled = self.backend.compile(name, tuple(node for node in order if node in left_out))
         self.compiled.append(compiled)
         self._plans.append(plan)

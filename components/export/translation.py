@@ -338,7 +338,7 @@ class _PlanBuilder:
             stem = onnx_file_for(precision).removesuffix(".onnx")
             files = [output / f"{name.format(stem)}.onnx" for name in (ENCODER, "{}")]
             try:
-                with self.log.unseen("building engines", number, len(PRECISIONS), precision):
+                with self.log.heartbeat("building engines", number, len(PRECISIONS), precision):
                     entries += self.build([read_onnx(file) for file in files], files, precision)
             except EngineryError as error:
                 if self.config.tensorrt == "on":

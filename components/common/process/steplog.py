@@ -27,7 +27,7 @@ EVENT_PREFIX = "@enginery "
 EVENTS_VARIABLE = "ENGINERY_EVENTS"  # set to "1" by a parent that renders events
 RELAY_VARIABLE = "ENGINERY_RELAY"  # set to "1" by a parent that also keeps the steps' runs in MLflow
 
-_UNSEEN_INTERVAL_S = 60.0
+_HEARTBEAT_INTERVAL_S = 60.0
 _EVENT_INTERVAL_S = 0.2
 _LINE_INTERVAL_S = 5.0
 
@@ -113,12 +113,12 @@ class StepLog:
         self.event("progress", phase=phase, done=done, total=total, unit=unit, detail=detail)
 
     @contextmanager
-    def unseen(self, phase: str, done: int, total: int, detail: str) -> Iterator[None]:
+    def heartbeat(self, phase: str, done: int, total: int, detail: str) -> Iterator[None]:
         """Show, each minute, for how long the body has been at work, which tells nothing itself. See `progress`."""
         began, has_ended = time.monotonic(), threading.Event()
 
         def repeat() -> None:
-            while not has_ended.wait(_UNSEEN_INTERVAL_S):
+            while not has_ended.wait(_HEARTBEAT_INTERVAL_S):
                 minutes = round((time.monotonic() - began) / 60)
                 self.progress(phase, done, total, f"{detail}, for {minutes} min so far")
 

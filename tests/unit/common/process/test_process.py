@@ -104,9 +104,9 @@ def test_a_step_without_a_parent_prints_the_same(clock: Clock, monkeypatch, caps
 
 def test_work_that_tells_nothing_shows_its_time(clock: Clock, monkeypatch, capsys) -> None:
     monkeypatch.delenv(EVENTS_VARIABLE, raising=False)
-    monkeypatch.setattr(steplog, "_UNSEEN_INTERVAL_S", 0.01)
+    monkeypatch.setattr(steplog, "_HEARTBEAT_INTERVAL_S", 0.01)
     shown, num_threads = "", threading.active_count()
-    with StepLog("export").unseen("building engines", 0, 3, "fp16"):
+    with StepLog("export").heartbeat("building engines", 0, 3, "fp16"):
         while "so far" not in shown:
             clock.now += 60
             shown += capsys.readouterr().err
