@@ -274,8 +274,8 @@ def _format_failure(failed: JobFailed, failure: dict[str, Any]) -> EngineryError
     text = f"{failure['message']} ({failed})" if failure["message"] else str(failed)
     if failed.last_words and failure["exit_code"] in (EXIT_FAILURE, EXIT_PREEMPTED):
         text += f". What the pods wrote last:\n{failed.last_words}"
-    code = failure["code"]  # an unexpected error may be the consequence of another node's end
-    known = code if code not in ("", "unexpected") else failed.code
+    code = failure["code"]  # these may be the consequence of another node's end
+    known = code if code not in ("", "unexpected", "process-lost") else failed.code
     error = EngineryError(text, code=known, setting=failure["setting"])
     error.exit_code = int(failure["exit_code"])
     return error

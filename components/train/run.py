@@ -1,9 +1,13 @@
 """train: Dataset -> Checkpoint."""
 
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from components.common.contracts.environment import torchrun_rank
+from components.common.contracts.errors import EngineryError, shortened
 from components.common.contracts.manifests import ALL_FILES, DatasetManifest, load
 from components.common.process.steplog import StepLog
 from components.train.config import TrainConfig
@@ -12,11 +16,14 @@ from components.train.nodes import leaving_final_errors, train_in_volume, train_
 from components.train.train_job import JOB_VARIABLE, VOLUME_VARIABLE, TrainJobRequest
 from components.train.training import train
 
+# Of gloo and NCCL, when the process at the other end of a connection has ended.
+_GONE = r"Connection (closed|reset)|Broken pipe|remote process exited|ncclRemoteError"
+
 
 def run(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> str:
     """Train on all GPUs of this machine, or as one process of a torchrun's. See the package's docstring."""
     if torchrun_rank() is not None:
-        with leaving_final_errors():
+        with leaving_final_errors(), naming_lost_processes():
             return train(config, log, dataset=dataset, output=output)
     check_alone()
     if config.verify:
@@ -33,3 +40,23 @@ def run(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> st
     if volume := os.environ.get(VOLUME_VARIABLE):
         return train_in_volume(alone, Path(volume), config, dataset, output)
     return alone(output)
+
+
+@contextmanager
+def naming_lost_processes() -> Iterator[None]:
+    """Raise an error of what to do where another process of an own torchrun has ended in the middle of training.
+
+    Raises:
+        EngineryError: instead of the library's error about a connection.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not re.search(_GONE, str(error)):
+            raise
+        raise EngineryError(
+            f"another of the {os.environ['WORLD_SIZE']} training processes has ended, and its own output says why; "
+            "training resumes from the newest checkpoint once all are started again, as torchrun --max-restarts does. "
+            f"The library says: {shortened(str(error))}",
+            code="process-lost",
+        ) from error

@@ -238,4 +238,6 @@ def _fail(log: StepLog, error: EngineryError, *, exit_code: int | None = None, o
     code = f" [{error.code}]" if error.code not in ("", str(error)) else ""
     print(f"{log.step}: {error}{code}", file=sys.stderr, flush=True)
     _exit_codes.append(exit_code)
+    if torchrun_rank() is not None:
+        _leave_quickly()  # exit handlers of libraries would wait for GPU work that waits for processes that are gone
     sys.exit(exit_code)

@@ -25,6 +25,7 @@ from components.train.distributed import World, describe_links, diagnose, find_w
 from components.train.launching import RankEnd, _failure, _Group, launch, num_processes
 from components.train.run import run
 from tests.conftest import Dataset
+from tests.processes import run_python
 from tests.unit.refusals import refuses
 
 from .conftest import SETTINGS, Log, Train, as_rank_0_of_two, config
@@ -43,6 +44,29 @@ def test_an_external_torchrun(tiny_dataset: Dataset, tmp_path: Path, monkeypatch
     assert said.count("2 processes, 24 images each, 1 times a step") == 1
     assert "squeezenet1_1 at" not in said  # what the step's own process says at its end: rank 1 says nothing
     assert len(load(tmp_path / "out", CheckpointManifest).manifest.history) == 1
+
+
+LOSING = """
+import atexit
+from components.train import run
+from components.train.__main__ import STEP
+
+def train(config, log, **folders):
+    atexit.register(print, "an exit handler")
+    raise RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:17073")
+
+run.train = train
+STEP.command()()
+"""
+
+
+def test_a_process_of_an_external_torchrun_that_loses_another_one_ends_at_once(tiny_dataset: Dataset, tmp_path) -> None:
+    folders = ["--dataset", str(tiny_dataset.path), "--output", str(tmp_path / "out")]
+    ended = run_python("-c", LOSING, *folders, RANK="0", WORLD_SIZE="2")
+    assert (ended.returncode, ended.stdout) == (1, "")  # those of libraries may wait for the process that is gone
+    assert re.search(
+        r"another of the 2 training processes has ended.* Connection closed.*\[process-lost\]", ended.stderr
+    )
 
 
 def end(kind: Any, time: float, message: str = "x", exit_code: int = 1) -> RankEnd:

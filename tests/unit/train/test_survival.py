@@ -148,6 +148,7 @@ def test_under_torchrun_a_killed_process_is_replaced(tiny_dataset: Dataset, tmp_
         _, said = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 0, said
     assert len(re.findall(r"resuming after step \d+ of 18, where an earlier run stopped\n", said)) == 2
+    assert said.count("[process-lost]") == 2
     assert broken.weights() == whole.weights()
 
 
