@@ -5,6 +5,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -299,11 +300,8 @@ class Int8Plans:
             self.log.progress("comparing engines", done, total, unit="images")
 
         assert self.samples is not None
-        runner = TensorRTRunner(self.output / "fp32.plan", self.shapes)
-        try:
+        with closing(TensorRTRunner(self.output / "fp32.plan", self.shapes)) as runner:
             found = predict({"fp32": runner, **runners}, self.samples, self.samples.num_images, progress)
-        finally:
-            runner.close()
         fp32 = found.pop("fp32")
         return {
             name: {

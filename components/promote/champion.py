@@ -94,7 +94,7 @@ def _measure(
         reason = shortened(error, 400)
         raise RuntimeUnavailable(f"nothing here runs its {precision.upper()}: {reason}", code="no-runtime") from error
     assert runner is not None
-    try:
+    with closing(runner):
         on_gpu = torch.cuda.is_available()
         largest = bundle.manifest.image_shapes.max_batch
         loader = Loader(
@@ -106,8 +106,6 @@ def _measure(
         )
         num_images = data.manifest.splits["val"].num_images
         found = predict({precision: runner}, loader, num_images, progress)[precision]
-    finally:
-        runner.close()
     return Measured(precision=precision, score_pct=found.score_pct, correct=found.right, runtime=runner.runtime)
 
 

@@ -110,16 +110,13 @@ class Sampler:
 
     def _run(self) -> None:
         while True:
-            try:
-                with self._connect() as connection:
-                    connection.send_bytes(json.dumps(self._served).encode())
-                    self._counts, self._listened = {"seen": 0, "dropped": 0}, True
-                    while not connection.poll():  # the other end says nothing: else it has gone
-                        with suppress(queue.Empty):
-                            head, image = self._waiting.get(timeout=_RETRY_S)
-                            connection.send_bytes(json.dumps(head).encode() + b"\n" + image)
-            except OSError:  # nobody listens, or not any more
-                pass
+            with suppress(OSError), self._connect() as connection:  # nobody listens, or not any more
+                connection.send_bytes(json.dumps(self._served).encode())
+                self._counts, self._listened = {"seen": 0, "dropped": 0}, True
+                while not connection.poll():  # the other end says nothing: else it has gone
+                    with suppress(queue.Empty):
+                        head, image = self._waiting.get(timeout=_RETRY_S)
+                        connection.send_bytes(json.dumps(head).encode() + b"\n" + image)
             self._listened = False
             while not self._waiting.empty():
                 self._waiting.get_nowait()

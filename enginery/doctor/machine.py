@@ -360,13 +360,11 @@ def _sqlite(path: Path) -> Finding:
     if not path.exists():
         return ok(f"{path} will be made by the first run")
     try:
-        connection = sqlite3.connect(f"file:{quote(str(path))}?mode=rw", uri=True, timeout=_LIMIT_S)
-        try:
+        opened = sqlite3.connect(f"file:{quote(str(path))}?mode=rw", uri=True, timeout=_LIMIT_S)
+        with contextlib.closing(opened) as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.execute("SELECT count(*) FROM sqlite_master")
             connection.rollback()
-        finally:
-            connection.close()
     except sqlite3.DatabaseError as error:
         text = f"{path} can't be written: {error}"
         if "locked" in str(error):
@@ -417,11 +415,8 @@ def _database(uri: str) -> Finding:
 
 def diagnose(bundle: BundleManifest | None = None) -> Diagnosis:
     """Run all checks, those of a bundle, too. One that breaks is a line of its own; the others still run."""
-    probes = Probes()
-    try:
+    with contextlib.closing(Probes()) as probes:
         return conclude([planned.run() for planned in all_checks(probes, bundle)])
-    finally:
-        probes.close()
 
 
 def all_checks(probes: Probes, bundle: BundleManifest | None = None) -> list[Planned]:

@@ -54,10 +54,8 @@ def _engine() -> Iterator[Any]:
             code="no-docker",
             setting="--in-containers",
         ) from error
-    try:
+    with contextlib.closing(client):
         yield client
-    finally:
-        client.close()
 
 
 def images_of(file: PipelineFile) -> list[str]:

@@ -5,8 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-_CHUNK_BYTES = 1 << 20
-
 
 def digest_bytes(data: bytes) -> str:
     """Digest of a byte string."""
@@ -15,11 +13,8 @@ def digest_bytes(data: bytes) -> str:
 
 def digest_file(path: Path) -> str:
     """Digest of a file's content, read in chunks."""
-    sha = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            sha.update(chunk)
-    return "sha256:" + sha.hexdigest()
+        return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def short(digest: str) -> str:

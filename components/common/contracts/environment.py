@@ -68,10 +68,10 @@ def gpus() -> tuple[Gpu, ...]:
     handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
     if visible is not None:
         handles = _visible(visible, handles)
-    found = []
-    for handle in handles:
-        found.append(Gpu(name=pynvml.nvmlDeviceGetName(handle), memory_bytes=gpu_memory_bytes(handle), driver=driver))
-    return tuple(found)
+    return tuple(
+        Gpu(name=pynvml.nvmlDeviceGetName(handle), memory_bytes=gpu_memory_bytes(handle), driver=driver)
+        for handle in handles
+    )
 
 
 def gpu_memory_bytes(handle: Any) -> int:
@@ -113,13 +113,10 @@ def _visible(names: str, handles: list[Any]) -> list[Any]:
 @cache
 def cpu_name() -> str:
     """The processor's marketing name."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
 
 
