@@ -37,6 +37,7 @@ _CSS = {
 }
 TEXT, LINE, GROUND = "#010101", "#010102", "#010106"
 SERIES = {"fp32": "#010103", "fp16": "#010104", "int8": "#010105"}
+DASHES: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.2}
 MARKERS = {"fp32": "o", "fp16": "^", "int8": "s"}  # distinct without colour, too, as in a black and white print
 _MAX_TICKS = 9  # of a logarithmic axis
 STYLE: dict[Any, Any] = {
@@ -299,8 +300,7 @@ def trials_chart(selection: SelectionEntry, chosen: Trial | None, score_name: st
         _point(axes, (math.nan, 0), "outside", label="outside")
         beyond = "" if -budget >= low else ", off the axis"
         name = f"budget: {signed(-budget)} points{beyond}"
-        dashes: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.2, "zorder": 1.5}  # below the points
-        axes.axvline(-budget if not beyond else math.nan, color=TEXT, label=name, **dashes)
+        axes.axvline(-budget if not beyond else math.nan, color=TEXT, label=name, zorder=1.5, **DASHES)  # below points
         figure.legend(loc="outside upper center", ncols=4, fontsize=9)
         return as_svg(figure)
 
@@ -356,8 +356,8 @@ def corruption_chart(accuracy: AccuracyReport, precision: Precision, limit_point
         score.set_xlim(0, 104)
         change.axvline(0, color=SERIES["fp32"], linewidth=1, zorder=1.5)
         if limit_points:
-            dashes: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.2, "zorder": 1.5}
-            change.axvline(-limit_points, color=TEXT, label=f"allowed: {signed(-limit_points)} points", **dashes)
+            label = f"allowed: {signed(-limit_points)} points"
+            change.axvline(-limit_points, color=TEXT, label=label, zorder=1.5, **DASHES)
         for row, (before, after) in enumerate(pairwise(["", *(one.kind for one in own.corrupted)])):
             if before != after:
                 for axes in (score, change):

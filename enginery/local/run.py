@@ -231,7 +231,8 @@ class _Chain:
         self.reused = self.cache.finished()
         for cached in self.reused:
             renderer.show_reused(cached.step, cached.run_id)
-        variables = {CACHE_VARIABLE: str(self.state.export_cache), "MLFLOW_TRACKING_URI": self.state.tracking_uri}
+        cache = self.state.path / "export-cache"
+        variables = {CACHE_VARIABLE: str(cache), "MLFLOW_TRACKING_URI": self.state.tracking_uri}
         # A server may go away, which the steps are prepared for; a file is this process's as well as theirs.
         if self.containers is None and self.record.uri.startswith("sqlite:"):
             variables[RELAY_VARIABLE] = "1"

@@ -67,11 +67,6 @@ class StateDirectory:
         """One directory per run."""
         return self.path / "runs"
 
-    @property
-    def export_cache(self) -> Path:
-        """Calibration results and TensorRT timing caches, which export uses again in later runs."""
-        return self.path / "export-cache"
-
     def new_run(self, name: str) -> "RunDirectory":
         """A fresh directory for one run, held by this process."""
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")

@@ -192,13 +192,7 @@ class SummaryBuilder:
             batched = self._benchmark.row(accuracy.precision, largest)
             rows.append(
                 PrecisionRow(
-                    precision=accuracy.precision,
-                    runtime=accuracy.runtime,
-                    device=accuracy.device,
-                    num_images=accuracy.num_images,
-                    score_pct=accuracy.score_pct,
-                    top5_pct=accuracy.top5_pct,
-                    delta_points=accuracy.delta_points,
+                    **accuracy.model_dump(include=set(PrecisionRow.model_fields)),
                     p50_ms=single.sure_p50_ms if single else None,
                     latency_doubt=single.busy if single else "",
                     images_per_s=self._benchmark.sure_images_per_s(batched) if batched else None,
@@ -206,9 +200,7 @@ class SummaryBuilder:
                     speedup=self._benchmark.speedup(accuracy.precision, "fp32", largest)
                     if accuracy.precision != "fp32"
                     else None,
-                    size_bytes=accuracy.size_bytes,
                     verdict=self._verdict_on(accuracy.precision),
-                    note=accuracy.note,
                 )
             )
         return rows

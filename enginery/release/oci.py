@@ -23,6 +23,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from components.common.contracts.digests import canonical_json, digest_bytes, digest_file
 from components.common.contracts.errors import AddressRefused, EngineryError, UserError, without_secrets
+from components.common.contracts.manifests import is_plain_path
 from components.common.data.web import DOWNLOAD, open_session
 
 SCHEME = "oci://"
@@ -38,7 +39,6 @@ _TOKEN_HOSTS = {"registry-1.docker.io": "auth.docker.io", "registry.gitlab.com":
 _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 _ARTIFACT = "application/vnd.enginery.folder.v1"
 _TITLE = "org.opencontainers.image.title"
-_PLAIN = re.compile(r"[^\x00-\x1f\x7f\\]+")
 _COSIGN_PAYLOAD = "application/vnd.dev.cosign.simplesigning.v1+json"
 _COSIGN_SIGNATURE = "dev.cosignproject.cosign/signature"
 _MAX_ANSWER_BYTES = 4 << 20  # of a manifest, as the specification has it, and of a token
@@ -220,11 +220,11 @@ def _files_of(address: Address, data: bytes) -> dict[str, _Descriptor]:
         ) from None
     if any(len(name) > _MAX_NAME for name in files):  # of 120 KB, its parents alone would take gigabytes
         raise EngineryError(f"{address} names a file by more than {_MAX_NAME:,} characters", code="name-too-long")
-    paths = {name: PurePosixPath(name) for name in files}
-    for name, path in paths.items():
-        if path.is_absolute() or ".." in path.parts or str(path) != name or not _PLAIN.fullmatch(name):
+    for name in files:
+        if name != "." and not is_plain_path(name):
             raise EngineryError(f"{address} names a file outside of the artifact: {name!r}", code="file-outside")
-        if taken := [str(parent) for parent in path.parents if str(parent) in files] or [name] * (name == "."):
+        parents = map(str, PurePosixPath(name).parents)
+        if taken := [parent for parent in parents if parent in files] or [name] * (name == "."):
             raise EngineryError(f"{address} has {taken[0]!r} as a file and as a folder", code="name-conflict")
     if len(files) != len(manifest.layers):
         raise EngineryError(f"{address} has two files of the same name", code="name-conflict")

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal
 
@@ -19,36 +18,21 @@ _MIN_CHI_SQUARE = 25  # differing images from which McNemar's test takes the chi
 MAX_IMAGES_NEEDED = 10_000_000  # that `images_needed` names
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairedDifference:
-    """Images on which only one of two models is right, and the difference in top-1 with its interval."""
-
-    num_images: int
-    num_regressed: int  # the reference is right, the other wrong
-    num_improved: int  # the other way round
-    delta_points: float  # top-1 of the other minus that of the reference, in percentage points
-    low_points: float  # ends of the one-sided 95 % intervals of delta_points: see `_upper`
-    high_points: float
-
-
-def paired_difference(right_reference: "np.ndarray", right_other: "np.ndarray") -> PairedDifference:
-    """Compare two models image by image. Only those images count on which one is right and the other wrong.
+def paired_counts(right_reference: "np.ndarray", right_other: "np.ndarray") -> tuple[int, int, int]:
+    """Images, and of these those on which only the reference is right (regressed), or only the other (improved).
 
     Args:
         right_reference: [N] bool, whether the reference's top-1 is the label.
         right_other: [N] bool, the same of the other model, in the same order.
     """
-    regressed = int((right_reference & ~right_other).sum())
-    improved = int((~right_reference & right_other).sum())
-    count = len(right_reference)
-    return PairedDifference(
-        num_images=count,
-        num_regressed=regressed,
-        num_improved=improved,
-        delta_points=100 * (improved - regressed) / max(count, 1),
-        low_points=-_upper(count, regressed, improved),
-        high_points=-drop_lower(count, regressed, improved),
-    )
+    regressed, improved = right_reference & ~right_other, ~right_reference & right_other
+    return len(right_reference), int(regressed.sum()), int(improved.sum())
+
+
+def difference_interval(num_images: int, num_regressed: int, num_improved: int) -> tuple[float, float]:
+    """Ends of the one-sided 95 % intervals of the difference in top-1, in percentage points: see `_upper`."""
+    counts = num_images, num_regressed, num_improved
+    return -_upper(*counts), -drop_lower(*counts)
 
 
 def drop_upper(num_images: float, num_regressed: float, num_improved: float) -> float:

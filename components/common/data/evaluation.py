@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from components.common.contracts.records import PairedComparison
-from components.common.contracts.statistics import mcnemar, paired_difference
+from components.common.contracts.statistics import mcnemar, paired_counts
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.baseline import image_statistics
 from components.common.runtimes.runner import Runner, to_numpy
@@ -131,8 +131,7 @@ class ClassPredictions(Predictions):
 
     def comparison(self, fp32: Self) -> PairedComparison:
         """See Predictions; with McNemar's test."""
-        found = paired_difference(fp32.right, self.right)
-        return PairedComparison.of(found.num_images, found.num_regressed, found.num_improved)
+        return PairedComparison.of(*paired_counts(fp32.right, self.right))
 
     def by_class(self, fp32: Self, num_classes: int) -> ByClass:
         """See Predictions; with McNemar's test on each class."""

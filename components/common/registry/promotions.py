@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import AfterValidator, Field
 
 from components.common.contracts.records import Precision, Record
-from components.common.contracts.statistics import mcnemar, paired_difference
+from components.common.contracts.statistics import difference_interval, mcnemar, paired_counts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,13 +45,14 @@ class PairedImages(Record):
     @classmethod
     def of(cls, right_champion: "np.ndarray", right_version: "np.ndarray") -> Self:
         """All that follows from [N] bool, whether each is right on an image."""
-        found = paired_difference(right_champion, right_version)
+        num_images, regressed, improved = paired_counts(right_champion, right_version)
+        low_points, high_points = difference_interval(num_images, regressed, improved)
         return cls(
-            num_regressed=found.num_regressed,
-            num_improved=found.num_improved,
-            low_points=found.low_points,
-            high_points=found.high_points,
-            mcnemar_p=mcnemar(found.num_regressed, found.num_improved)[0],
+            num_regressed=regressed,
+            num_improved=improved,
+            low_points=low_points,
+            high_points=high_points,
+            mcnemar_p=mcnemar(regressed, improved)[0],
         )
 
 

@@ -30,6 +30,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from components.common.contracts.digests import canonical_json
+from components.common.contracts.environment import utc_now
 from components.common.contracts.errors import EngineryError, UserError, shortened, shown
 from components.common.contracts.manifests import first_problem, write_atomically
 from components.common.registry.keys import (
@@ -217,24 +218,20 @@ def check_chain(
             f"its approval is for {predicate.get('environment')}, and this is {environment}. " + _APPROVE,
             "approval-other-environment",
         )
-    if model and predicate.get("model") != model:
-        raise _refusal(
-            what, f"its approval is of the model {predicate.get('model')}. {_APPROVE}", "approval-other-model"
-        )
-    if version and predicate.get("version") != version:
-        raise _refusal(
-            what, f"its approval is of the version {predicate.get('version')}. {_APPROVE}", "approval-other-version"
-        )
+    for name, due in (("model", model), ("version", version)):
+        if due and predicate.get(name) != due:
+            text = f"its approval is of the {name} {predicate.get(name)}. {_APPROVE}"
+            raise _refusal(what, text, f"approval-other-{name}")
     expires, approved = (_time_of(predicate.get(name)) for name in ("expires", "approved"))
     if expires is None or approved is None:
         raise _refusal(what, f"its approval does not say from when to when it counts. {_APPROVE}", "approval-expired")
-    if expires < datetime.fromisoformat(now()):
+    if expires < datetime.fromisoformat(utc_now()):
         raise _refusal(what, f"its approval ended {predicate.get('expires')}. {_APPROVE}", "approval-expired")
-    if approved > datetime.fromisoformat(now()) + _CLOCKS_DIFFER:  # else every later one would be older than this
+    if approved > datetime.fromisoformat(utc_now()) + _CLOCKS_DIFFER:  # else every later one would be older than this
         raise _refusal(
             what,
-            f"it was approved {predicate.get('approved')}, and here it is {now()}. Set the clock that is wrong, and "
-            "if that was the approver's, approve it again",
+            f"it was approved {predicate.get('approved')}, and here it is {utc_now()}. Set the clock that is wrong, "
+            "and if that was the approver's, approve it again",
             "approval-in-future",
         )
     _check_newest(policy, what, f"{environment}/{predicate.get('model')}", str(predicate.get("approved")))
@@ -251,25 +248,19 @@ def check_approval(what: str, statement: bytes, environment: str, digests: Mappi
         _checked(policy, what, {file: statement}, file, "approval", environment, digests)
 
 
-def check_shadow(
-    what: str, digests: Mapping[str, str], statements: Mapping[str, bytes], *, say: Callable[[str], None] = to_stderr
-) -> None:
+def check_shadow(what: str, digests: Mapping[str, str], statements: Mapping[str, bytes]) -> None:
     """Refuse a record of `enginery shadow` that no key of the policy signed; without a policy say that nobody did.
 
-    Args:
-        what: it is, for people.
-        digests: of the record ("shadow") and of the repositories "champion" and "challenger".
-        statements: the envelopes that lie with it, by file name.
-        say: called with a text if there is no policy.
+    `digests`: of the record ("shadow") and of the repositories "champion" and "challenger".
 
     Raises:
         EngineryError: see `check_chain`.
     """
     policy = find_policy()
     if policy is None:
-        say(_nobody(what))
-        return
-    _checked(policy, what, statements, SHADOW, "shadow", "", digests)
+        to_stderr(_nobody(what))
+    else:
+        _checked(policy, what, statements, SHADOW, "shadow", "", digests)
 
 
 def _time_of(value: object) -> datetime | None:
@@ -588,13 +579,13 @@ def sign_verdict(digests: Mapping[str, str], passed: bool, key: Any) -> bytes:
 def sign_approval(digests: Mapping[str, str], model: str, version: str, environment: str, days: int, key: Any) -> bytes:
     """The statement that a version may run in an environment, for some days."""
     expires = (datetime.now(UTC) + timedelta(days=days)).strftime(_TIME)
-    predicate = {"model": model, "version": version, "environment": environment, "approved": now(), "expires": expires}
-    return _signed("approval", digests, predicate, key)
+    predicate = {"model": model, "version": version, "environment": environment}
+    return _signed("approval", digests, {**predicate, "approved": utc_now(), "expires": expires}, key)
 
 
 def sign_shadow(digests: Mapping[str, str], key: Any) -> bytes:
     """The statement on a record of `enginery shadow`, about the digests that `check_shadow` takes."""
-    return _signed("shadow", digests, {"signed": now()}, key)
+    return _signed("shadow", digests, {"signed": utc_now()}, key)
 
 
 def _signed(kind: Kind, digests: Mapping[str, str], predicate: Any, key: Any) -> bytes:
@@ -641,8 +632,3 @@ def statement_names(sizes: Mapping[str, int]) -> list[str]:
 
 def _is_plain(file: Path) -> bool:
     return file.is_file() and not file.is_symlink()
-
-
-def now() -> str:
-    """UTC, as statements have it."""
-    return datetime.now(UTC).strftime(_TIME)

@@ -2,20 +2,17 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 from markupsafe import Markup
-from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from components.common.data.pages import templates
-from components.validate.charts import MARKERS, SERIES, STYLE, TEXT, as_svg, logarithmic, new_axes
+from components.validate.charts import DASHES, MARKERS, SERIES, STYLE, TEXT, as_svg, logarithmic, new_axes
 from enginery.formats import number
 from enginery.serving.loadtest.results import Level, LoadTest, Series
 
 _STYLES = ("int8", "fp32")  # of the first series and the second: the page's colours by these names
-_DASHES: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.2}
 _FEW_REQUESTS = 10  # a second; below, the digits behind the point count
 _MUCH_LAG = 0.2  # of the median latency
 _SOME_LAG_MS = 5.0  # below which nothing is said: timers are no better where a machine is busy
@@ -93,7 +90,7 @@ def latency_chart(result: LoadTest) -> str:
             color, marker = SERIES[style], MARKERS[style]
             axes.plot(x, [row.p99_ms or 0 for row in rows], color=color, marker=marker, label=f"p99, {series.name}")
             median = [row.p50_ms or 0 for row in rows]
-            axes.plot(x, median, color=color, marker=marker, markersize=3, label=f"p50, {series.name}", **_DASHES)
+            axes.plot(x, median, color=color, marker=marker, markersize=3, label=f"p50, {series.name}", **DASHES)
         axes.axhline(result.latency_budget_ms, color=TEXT, linewidth=0.8, label="budget for p99")
         values = [value for level in levels for value in (level.p50_ms, level.p99_ms) if value]
         logarithmic(axes, "y", [*values, result.latency_budget_ms])
@@ -104,11 +101,13 @@ def latency_chart(result: LoadTest) -> str:
 
 def throughput_chart(result: LoadTest) -> str:
     """Throughput over the number of clients, a line per series. SVG; "" where there is one number only."""
+    if all(len(series.closed) < 2 for series in result.series):
+        return ""
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "loadtest throughput"}):
         figure, axes = new_axes("clients that wait for their answers", "images per second")
-        num_points = _lines(axes, result, "closed")
-        if num_points < 2:
-            return ""
+        for style, series in zip(_STYLES, result.series, strict=False):
+            x, y = [level.concurrency or 0 for level in series.closed], [level.images_per_s for level in series.closed]
+            axes.plot(x, y, color=SERIES[style], marker=MARKERS[style], label=series.name)
         levels = [level for series in result.series for level in series.closed]
         logarithmic(axes, "x", [level.concurrency or 1 for level in levels])
         axes.set_ylim(bottom=0)
@@ -130,17 +129,6 @@ def batches_chart(levels: Sequence[Level], names: Sequence[str]) -> str:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         figure.legend(loc="outside upper center", ncols=2, fontsize=9)
         return as_svg(figure)
-
-
-def _lines(axes: Axes, result: LoadTest, loop: str) -> int:
-    """Throughput of each series; the largest number of points of one."""
-    most = 0
-    for style, series in zip(_STYLES, result.series, strict=False):
-        levels: Sequence[Level] = getattr(series, loop)
-        x, y = [level.concurrency or 0 for level in levels], [level.images_per_s for level in levels]
-        axes.plot(x, y, color=SERIES[style], marker=MARKERS[style], label=series.name)
-        most = max(most, len(levels))
-    return most
 
 
 _OWN = Path(__file__).with_name("templates")

@@ -188,7 +188,7 @@ def for_staging(scene: Scene) -> Iterator[None]:
 def a_year_later(scene: Scene) -> Iterator[None]:
     later = (datetime.now(UTC) + timedelta(days=366)).strftime(trust._TIME)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trust, "now", lambda: later)
+        patch.setattr(trust, "utc_now", lambda: later)
         yield
 
 

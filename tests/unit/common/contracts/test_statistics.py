@@ -7,12 +7,13 @@ from scipy import stats
 from components.common.contracts.statistics import (
     beta_cdf,
     chance_of,
+    difference_interval,
     drop_lower,
     drop_upper,
     holm,
     images_needed,
     mcnemar,
-    paired_difference,
+    paired_counts,
     tango_upper,
 )
 
@@ -72,9 +73,11 @@ def test_the_interval_allows_for_what_few_images_can_not_show() -> None:
     assert (drop_upper(7, 7, 0), drop_upper(0, 0, 0)) == (100.0, 100.0)
     wald = 1 - 100 * stats.norm.ppf(0.99) * (500 - 1) ** 0.5 / 10_000  # of five tests at once, and many images
     assert drop_lower(10_000, 300, 200, num_tests=5) == pytest.approx(wald, abs=0.02)
-    found = paired_difference(*rights(8, 2, 300, 40))
-    assert (found.low_points, found.high_points) == (-drop_upper(350, 8, 2), -drop_lower(350, 8, 2))
-    assert found.low_points < found.delta_points == -100 * 6 / 350 < found.high_points
+    counts = paired_counts(*rights(8, 2, 300, 40))
+    assert counts == (350, 8, 2)
+    low_points, high_points = difference_interval(*counts)
+    assert (low_points, high_points) == (-drop_upper(*counts), -drop_lower(*counts))
+    assert low_points < -100 * 6 / 350 < high_points
 
 
 @pytest.mark.parametrize(("lost", "gained", "budget"), [(0, 0, 0.5), (1, 1, 0.5), (3, 1, 0.9), (3, 0, 0.4)])

@@ -353,7 +353,7 @@ def test_deploy_asks_for_the_approval_of_its_environment(trusted: Machine, check
 def test_an_approval_from_the_future_shuts_no_later_one_out(trusted: Machine, store: str, tmp_path: Path) -> None:
     ahead = (datetime.now(UTC) + timedelta(days=20)).strftime(trust._TIME)
     with pytest.MonkeyPatch.context() as patch:  # the approver's clock
-        patch.setattr(trust, "now", lambda: ahead)
+        patch.setattr(trust, "utc_now", lambda: ahead)
         trusted.approve("m/1", "prod")
     trusted.policy(environment="prod", newest=True)
     with refuses("approval-in-future"):
@@ -369,7 +369,7 @@ def test_downgrades_to_approved_versions(
     trusted.promote(store, "b-060")
     clock = iter(f"2026-01-0{day}T00:00:00Z" for day in range(1, 9))
     with monkeypatch.context() as patch:
-        patch.setattr(trust, "now", lambda: next(clock))
+        patch.setattr(trust, "utc_now", lambda: next(clock))
         for number in ("1", "2"):
             trusted.approve(f"m/{number}", "prod")
     trusted.policy(environment="prod", newest=True)
