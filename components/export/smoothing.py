@@ -103,15 +103,12 @@ def channels(model: onnx.ModelProto) -> dict[str, int]:
     return {source: affine.num_channels for affine in found for source in affine.sources}
 
 
-def smooth(
-    model: onnx.ModelProto, maxima: Mapping[str, np.ndarray], alpha: float = ALPHA
-) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+def smooth(model: onnx.ModelProto, maxima: Mapping[str, np.ndarray]) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
     """Balance the ranges of activations and weights.
 
     Args:
         model: FP32 graph, without Q/DQ.
         maxima: largest magnitude of each channel of `channels(model)`, by tensor.
-        alpha: share of an activation's range that goes into the weights: 0 for nothing, 1 for all.
 
     Returns:
         A copy that computes the same up to the rounding of FP32, and the new maxima. Nodes and tensors keep their
@@ -124,7 +121,7 @@ def smooth(
         largest = np.max([maxima[source] for source in affine.sources], axis=0).astype(np.float64)  # [C]
         weights = np.max([_row_maxima(product, graph) for product in affine.products], axis=0)  # [C]
         used = (largest > 0) & (weights > 0)
-        factors = np.where(used, largest, 1.0) ** alpha / np.where(used, weights, 1.0) ** (1 - alpha)
+        factors = np.where(used, largest, 1.0) ** ALPHA / np.where(used, weights, 1.0) ** (1 - ALPHA)
         for node, index in affine.parameters:
             _replace(smoothed.graph, graph, node, index, 1 / factors)
         for product in affine.products:

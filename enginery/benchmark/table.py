@@ -153,7 +153,9 @@ def write_picture(measured: Sequence[Row], published: Sequence[Row], path: Path)
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axes.yaxis.set_major_locator(_round_numbers(axes))
             axes.yaxis.set_minor_locator(NullLocator())
-            axes.yaxis.set_major_formatter(FuncFormatter(_rate))
+            axes.yaxis.set_major_formatter(
+                FuncFormatter(lambda rate, _: f"{rate:,.0f}" if rate >= _DECADE else f"{rate:g}")
+            )
             axes.grid(visible=True, color="0.9", linewidth=0.6)
             handles |= {str(line.get_label()): line for line in axes.get_lines() if line.get_color() != "0.65"}
             _name_devices(axes, [row for row in published if row.network == network])
@@ -170,10 +172,6 @@ def _round_numbers(axes: Axes) -> Locator:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
     ticks = [tick for power in powers for digit in digits if low <= (tick := digit * 10.0**power) <= high]
     return FixedLocator(ticks) if len(ticks) > 1 else MaxNLocator(4, steps=[1, 2, 5, 10])
-
-
-def _rate(value: float, _: int) -> str:
-    return f"{value:,.0f}" if value >= _DECADE else f"{value:g}"
 
 
 def _name_devices(axes: Axes, published: Sequence[Row]) -> None:

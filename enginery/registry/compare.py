@@ -89,12 +89,8 @@ def label(position: int) -> str:
 def _differences(labels: Sequence[str], entries: Sequence[Mapping[str, str]]) -> dict[str, dict[str, str]]:
     """Keys on which the runs do not agree; a run that has no value counts as one with another."""
     keys = dict.fromkeys(key for entry in entries for key in entry)
-    found = {}
-    for key in keys:
-        values = [entry.get(key, "") for entry in entries]
-        if len(set(values)) > 1:
-            found[key] = dict(zip(labels, values, strict=True))
-    return found
+    values = {key: [entry.get(key, "") for entry in entries] for key in keys}
+    return {key: dict(zip(labels, found, strict=True)) for key, found in values.items() if len(set(found)) > 1}
 
 
 def _versions(summary: RunSummary) -> dict[str, str]:

@@ -81,11 +81,10 @@ def _row(version: "RegisteredVersion") -> VersionRow:
         score_pct = float(tags.get("score_pct") or tags["top1_pct"])
     except (KeyError, ValueError):  # registered by an older enginery, or by something else
         score_pct = math.nan
-    order = {CHAMPION: 0}
     return VersionRow(
         model=version.name,
         version=version.number,
-        aliases=tuple(sorted(version.aliases, key=lambda alias: (order.get(alias, 1), alias))),
+        aliases=tuple(sorted(version.aliases, key=lambda alias: (alias != CHAMPION, alias))),
         verdict=tags.get("verdict", ""),
         precision=tags.get("precision", ""),
         score_pct=score_pct if math.isfinite(score_pct) else None,

@@ -154,13 +154,10 @@ def roll_back(registry: Registry, name: str, why: str) -> Entry:
             kind="rollback",
             aliases={CHAMPION: version.number},
             why=why or f"rolled back {left}",
-            digests={part: tags[f"{part}_digest"] for part in _PARTS if f"{part}_digest" in tags},
+            digests={part: tags[f"{part}_digest"] for part in ("dataset", *PARTS) if f"{part}_digest" in tags},
         )
 
     return change_aliases(registry, name, propose)
-
-
-_PARTS = ("dataset", "bundle", "report", "verdict")
 
 
 def _champion_before(registry: Registry, name: str, situation: Situation) -> RegisteredVersion:

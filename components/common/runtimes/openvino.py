@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Unpack
@@ -140,10 +140,8 @@ class OpenVINORunner:
             queue = self._queues[num_streams]
             images = np.random.default_rng(0).standard_normal(self._shapes.input_shape(batch_size), dtype=np.float32)
             return _time_queue(queue, images, num_streams, how)
-        return measure_host(self._infer_shared, self._shapes, batch_size, how)
-
-    def _infer_shared(self, images: np.ndarray) -> object:
-        return self._request.infer([images], share_inputs=True, share_outputs=True)
+        infer = partial(self._request.infer, share_inputs=True, share_outputs=True)
+        return measure_host(lambda images: infer([images]), self._shapes, batch_size, how)
 
     def close(self) -> None:
         """See Runner."""

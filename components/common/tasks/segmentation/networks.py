@@ -1,6 +1,7 @@
 """Networks for segmentation: fpn_small, and four of torchvision. Each returns [B, classes, H, W] logits."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -45,14 +46,10 @@ class _TorchvisionSegmenter(nn.Module):
         return nn.functional.interpolate(logits, size=size, mode="bilinear", align_corners=False)
 
 
-def _of_torchvision(name: str) -> Callable[[int], nn.Module]:
-    return lambda num_classes: _TorchvisionSegmenter(name, num_classes)
-
-
 ARCHITECTURES: dict[str, Callable[[int], nn.Module]] = {
     "fpn_small": FpnSmall,
     **{
-        name: _of_torchvision(name)
+        name: partial(_TorchvisionSegmenter, name)
         for name in ("lraspp_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large", "deeplabv3_resnet50", "fcn_resnet50")
     },
 }
