@@ -69,16 +69,13 @@ class Sink(Protocol):
         ...
 
 
-class FileSink:
+class FileSink(AbstractContextManager["FileSink"]):
     """The files frames.jsonl and events.jsonl. A context: in the end they are whole."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[Kind, TextIO] = {}
         self._lock = threading.Lock()
-
-    def __enter__(self) -> "FileSink":
-        return self
 
     def __exit__(self, kind: object, *_: Any) -> None:
         if kind is None:  # else nothing is left where nothing was labelled
@@ -248,7 +245,7 @@ def signals_call(stop: Callable[[], None]) -> Iterator[None]:
         restore()
 
 
-class _FrameWriter:
+class _FrameWriter(AbstractContextManager["_FrameWriter"]):
     """Says frames and events line by line, and keeps what the page needs. A context: in the end videos are whole."""
 
     def __init__(
@@ -265,9 +262,6 @@ class _FrameWriter:
         self._lock = threading.Lock()  # of events, which readers write, too
         self._videos: dict[int, AnnotatedVideo] = {}
         self._flushed_s = time.monotonic()
-
-    def __enter__(self) -> "_FrameWriter":
-        return self
 
     def __exit__(self, kind: object, *_: Any) -> None:
         if kind is None:

@@ -5,7 +5,7 @@ import json
 import shutil
 import tarfile
 from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,7 +27,7 @@ THUMBNAIL_SIDE = 48  # px, of the gray thumbnails that images are compared by
 RECORDS = "records"  # folder of a part with its shards' records
 
 
-class TarWriter:
+class TarWriter(AbstractContextManager["TarWriter"]):
     """The bytes are those of `tarfile` in USTAR format; the index is that of DALI's wds2idx."""
 
     def __init__(self, path: Path) -> None:
@@ -35,9 +35,6 @@ class TarWriter:
         self._sha = hashlib.sha256()
         self._samples: list[str] = []  # lines of the index
         self.size_bytes = 0
-
-    def __enter__(self) -> "TarWriter":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with self._file:

@@ -7,6 +7,7 @@ memory, and no line beyond MAX_LINE_BYTES.
 import gzip
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -181,7 +182,7 @@ def _lines(opener: Callable[[], BinaryIO], where: str) -> Iterator[tuple[str, st
                 yield raw.decode(errors="replace"), "encoding"
 
 
-class _Opened:
+class _Opened(AbstractContextManager["_Opened"]):
     """A file, decompressed where it is gzip, whose errors name it."""
 
     def __init__(self, opener: Callable[[], BinaryIO], where: str) -> None:
@@ -191,9 +192,6 @@ class _Opened:
             is_gzip = self._file.read(2) == b"\x1f\x8b"
             self._file.seek(0)
         self._stream: Any = gzip.GzipFile(fileobj=self._file) if is_gzip else self._file
-
-    def __enter__(self) -> "_Opened":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()

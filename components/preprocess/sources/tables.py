@@ -54,7 +54,7 @@ class TableRow(NamedTuple):
     number: int  # the header is row 1
     path: str
     label: str
-    split: str | None  # None where there is no such column
+    split: str | None = None  # None where there is no such column
 
 
 class _Label(NamedTuple):
@@ -150,12 +150,9 @@ def _relative(path: str, place: Place, where: str) -> str:
     """The path within the table's folder."""
     if not path:
         raise _invalid(f"{where} has no path; write it, or take the row away")
-    inside = path
+    inside, roots = path, [place.name]
     if isinstance(place, LocalPlace):
-        inside = plain_path(path)
-        roots = [place.name, place.root]
-    else:
-        roots = [place.name]
+        inside, roots = plain_path(path), [place.name, place.root]
     for root in roots:
         if inside.startswith(root.rstrip("/") + "/"):
             inside = inside[len(root.rstrip("/")) + 1 :]
@@ -185,7 +182,7 @@ def csv_rows(table: Path, name: str) -> Iterator[TableRow]:
             for number, cells in enumerate(reader, 2):
                 if cells:
                     row = {key: cells[at].strip() if at < len(cells) else "" for key, at in columns.items()}
-                    yield TableRow(number, row["path"], row["label"], row.get("split"))
+                    yield TableRow(number, **row)
         except csv.Error as error:
             message = f"{name} is no CSV after row {number} ({error}); write it again with quotes closed"
             raise UserError(message, code="damaged-table") from None
@@ -252,8 +249,7 @@ def parquet_rows(table: Path, name: str) -> Iterator[TableRow]:
                             f"{name} has more than {_MAX_ROWS:,} rows; write several tables", code="table-too-large"
                         )
                     cells = json.loads(line)
-                    row = {key: _cell(cells[key], f"{name}, row {number}", key) for key in columns}
-                    yield TableRow(number, row["path"], row["label"], row.get("split"))
+                    yield TableRow(number, **{key: _cell(cells[key], f"{name}, row {number}", key) for key in columns})
             reason = reader.stderr.read().strip()
         finally:
             reader.kill()

@@ -13,6 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -264,15 +265,12 @@ def _decompress(source: Path, target: Path, name: str) -> None:
         raise damaged(name, f"is damaged ({error})") from None
 
 
-class _Xz:
+class _Xz(AbstractContextManager["_Xz"]):
     """As lzma.open for reading, with bounded memory: a file says itself how large the dictionary is."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb")
         self._part = lzma.LZMADecompressor(memlimit=_MAX_XZ_BYTES)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
