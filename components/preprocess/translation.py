@@ -286,8 +286,8 @@ def _choose(corpus: _Corpus, config: PreprocessConfig) -> list[str]:
     """Decide what becomes of each pair: "train", "val" or a problem."""
     sources, targets = (np.frombuffer(hashes, np.uint64) for hashes in corpus.hashes)
     splits = np.frombuffer(corpus.splits, np.uint8)
-    train, val = (splits == _SPLITS.index(name) for name in ("train", "val"))
-    is_split = bool(train.any() and val.any())
+    val = splits == _SPLITS.index("val")
+    is_split = bool(val.any() and not val.all())
     outcome = np.full(len(splits), "train", dtype="<U16")
     if is_split:
         outcome[val] = "val"

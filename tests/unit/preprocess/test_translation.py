@@ -213,11 +213,12 @@ def test_too_much_that_is_bad_stops_the_step(tmp_path: Path, settings: dict[str,
     assert packed(tmp_path / "text.tsv", tmp_path / "out", **settings).manifest.num_rejected == len(PAIRS)
 
 
-def test_leaks_leave_the_validation_split(tmp_path: Path) -> None:
+@pytest.mark.parametrize("train", ["train.tsv", "corpus.tsv"])
+def test_leaks_leave_the_validation_split(tmp_path: Path, train: str) -> None:
     data = tmp_path / "data"
     data.mkdir()
     leaks = [PAIRS[0], (PAIRS[1][0], "anders"), ("different", PAIRS[2][1])]
-    (data / "train.tsv").write_bytes(tsv(PAIRS[:100]))
+    (data / train).write_bytes(tsv(PAIRS[:100]))
     (data / "val.tsv").write_bytes(tsv([*PAIRS[100:], *leaks, PAIRS[100]]))
     (data / "test.tsv").write_bytes(tsv(phrases(10, seed=9)))
     (data / "README.md").write_text("no text")
