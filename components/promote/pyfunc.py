@@ -198,7 +198,7 @@ class BundleModel:
         return self.selected.runner.runtime
 
     def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> pd.DataFrame:
-        """A row per image, in order: see `table`; of other tasks than classification see `answer_table`.
+        """A row per image, in order and with a table's index: see `table`, of other tasks `answer_table`.
 
         Args:
             model_input: images; `TAKEN` says in which forms.
@@ -214,8 +214,10 @@ class BundleModel:
         encoded = encoded_images(model_input)
         if TASKS[self.task].classifies:
             logits = np.concatenate(list(self._outputs(encoded)))  # [images, classes] float32
-            return table(logits, self.classes, int(top_k) or len(self.classes))
-        return answer_table(self._outputs(encoded), encoded, self.task, self.classes, self.transform)
+            found = table(logits, self.classes, int(top_k) or len(self.classes))
+        else:
+            found = answer_table(self._outputs(encoded), encoded, self.task, self.classes, self.transform)
+        return _with_index(found, model_input)
 
     def _outputs(self, encoded: Sequence[bytes]) -> Iterator[np.ndarray]:
         """The network's outputs, batch after batch."""
@@ -251,7 +253,7 @@ class TextModel:
         return self._translator.runtime
 
     def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> pd.DataFrame:
-        """A row per sentence, in order, with its `translation`.
+        """A row per sentence, in order and with a table's index: its `translation`.
 
         Args:
             model_input: sentences; `TAKEN_TEXT` says in which forms.
@@ -275,7 +277,12 @@ class TextModel:
         sentences = [read_sentence(item, f"sentence {number}") for number, item in enumerate(sent, 1)]
         with self._lock:
             said = self._translator.translate(sentences, beam_size=int(beam_size))
-        return pd.DataFrame({"translation": said})
+        return _with_index(pd.DataFrame({"translation": said}), model_input)
+
+
+def _with_index(found: pd.DataFrame, sent: Any) -> pd.DataFrame:
+    """Give answers the index of the table that was sent, by which pandas puts them beside its rows."""
+    return found.set_axis(sent.index) if isinstance(sent, pd.DataFrame | pd.Series) else found
 
 
 def _check_runtime(runtime: str) -> None:

@@ -201,6 +201,8 @@ def test_every_form_of_an_image_gives_the_same(model, images, tmp_path: Path) ->
         pd.testing.assert_frame_equal(model.predict(sent), expected)
     for one in (images[0], texts[0], files[0], pixels[0]):
         pd.testing.assert_frame_equal(model.predict(one), expected[:1])
+    chosen = pd.DataFrame({"image": images[:2]}, index=[5, 3])
+    pd.testing.assert_frame_equal(model.predict(chosen), expected.set_axis(chosen.index))
 
 
 @pytest.mark.parametrize("form", ["dataframe_records", "dataframe_split", "inputs", "instances", "columns", "pixels"])

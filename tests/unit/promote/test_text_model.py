@@ -64,6 +64,9 @@ def test_mlflow_loads_a_translator(translator: Chain, opened: Translator, tmp_pa
     said = opened.translate(SENTENCES)
     forms: list[Any] = [SENTENCES, pd.DataFrame({"text": SENTENCES}), pd.Series(SENTENCES), {"text": SENTENCES}]
     assert [list(model.predict(form)["translation"]) for form in forms] == [said] * len(forms)
+    for form in forms[1:3]:
+        form.index = range(9, 9 - len(SENTENCES), -1)
+        assert list(model.predict(form).index) == list(form.index)
     assert model.predict(SENTENCES[0], params={"beam_size": 2}).shape == (1, 1)
     assert model.metadata.signature.outputs.input_names() == ["translation"]
     refused: list[tuple[Any, dict[str, Any], str]] = [
