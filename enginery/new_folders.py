@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from components.common.contracts.errors import UserError
+from components.common.contracts.errors import EngineryError, UserError
 from components.common.process.disk import explain
 
 
@@ -35,6 +35,29 @@ def check_new(output: Path, what: str) -> None:
             f"can't write into {output.absolute().parent}; name a new folder elsewhere, or make it writable for you"
         )
         raise UserError(message, code="output-unwritable")
+
+
+_SPARED_BYTES = 1 << 30
+
+
+def check_room(source: str, needed: int, folder: Path) -> None:
+    """Refuse what a disk has no room for, before any of it is brought.
+
+    Args:
+        source: where it comes from.
+        needed: its bytes.
+        folder: in a temporary folder beside the output.
+
+    Raises:
+        EngineryError: there is too little.
+    """
+    where = folder.absolute().parents[1]
+    if needed + _SPARED_BYTES > (free := shutil.disk_usage(where).free):
+        raise EngineryError(
+            f"{source} has {needed:,} bytes, beside which {_SPARED_BYTES:,} must stay free, and {where} has {free:,}; "
+            "make room there",
+            code="no-space",
+        )
 
 
 @contextmanager

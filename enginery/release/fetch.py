@@ -29,11 +29,10 @@ from components.common.registry.trust import (
     read_statements,
     statement_names,
 )
-from enginery.new_folders import check_new, finish, temporary_folder
+from enginery.new_folders import check_new, check_room, finish, temporary_folder
 from enginery.release.verify import OLD_SIGNATURE, SUMS, copy_release, read_list, read_sums
 
 OCI = "oci://"
-_SPARED_BYTES = 1 << 30
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,40}")  # stands in messages
 _NUM_DOWNLOADS = 8  # at once
 
@@ -263,6 +262,4 @@ def _check_sizes(source: str, folder: Path, most: Mapping[str, int], there: Mapp
             has = f"{there[name]:,} bytes" if there.get(name, -1) >= 0 else "no such file"
             message = f"{name} can have {size_bytes:,} bytes, and {source} has {has}. Upload the artifact again"
             raise EngineryError(message, code="file-damaged")
-    needed, free = sum(there[name] for name in most), shutil.disk_usage(folder).free - _SPARED_BYTES
-    if needed > free:
-        raise EngineryError(f"{source} has {needed:,} bytes, and {folder} has room for {free:,}", code="no-space")
+    check_room(source, sum(there[name] for name in most), folder)

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from components.common.contracts.digests import canonical_json, digest_bytes, di
 from components.common.contracts.errors import AddressRefused, EngineryError, UserError, without_secrets
 from components.common.contracts.manifests import is_plain_path
 from components.common.data.web import DOWNLOAD, open_session
+from enginery.new_folders import check_room
 
 SCHEME = "oci://"
 _ADDRESS = re.compile(
@@ -44,7 +44,6 @@ _COSIGN_SIGNATURE = "dev.cosignproject.cosign/signature"
 _MAX_ANSWER_BYTES = 4 << 20  # of a manifest, as the specification has it, and of a token
 _MAX_FILES = 10_000
 _MAX_NAME = 1024  # characters
-_SPARED_BYTES = 1 << 30
 
 _T = TypeVar("_T")
 
@@ -196,11 +195,7 @@ async def _pull(address: Address, folder: Path) -> None:
             message = f"the registry has another manifest at {address}: {digest}. Push the artifact again"
             raise EngineryError(message, code="other-manifest")
         files = _files_of(address, data)
-        needed = sum(layer.size for layer in files.values())
-        if needed > (free := shutil.disk_usage(folder).free - _SPARED_BYTES):
-            raise EngineryError(
-                f"{address} has {needed:,} bytes, and {folder.parent} has room for {max(free, 0):,}", code="no-space"
-            )
+        check_room(str(address), sum(layer.size for layer in files.values()), folder)
         for name, layer in files.items():
             file = folder / name
             file.parent.mkdir(parents=True, exist_ok=True)
