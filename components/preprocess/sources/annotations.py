@@ -118,12 +118,12 @@ def split_samples(
     return splits
 
 
-def split_of(path: str) -> str | None:
+def split_of(path: str, val_names: Sequence[str] = VAL_NAMES) -> str | None:
     """The split that a path names; "" for none, None for a test split, which is neither."""
     words = re.split("[^a-z]+", path.lower())
     if "train" in words:
         return "train"
-    if any(name in words for name in VAL_NAMES):
+    if any(name in words for name in val_names):
         return "val"
     return None if "test" in words else ""
 

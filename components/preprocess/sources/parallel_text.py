@@ -28,7 +28,7 @@ from components.common.data.places import (
 )
 from components.preprocess.sources.annotations import split_of
 from components.preprocess.sources.folders import LocalTree, damaged, remote_tree, shown
-from components.preprocess.sources.samples import refuse_utf16
+from components.preprocess.sources.samples import VAL_NAMES, refuse_utf16
 
 MAX_LINE_BYTES = 1 << 20
 SUFFIXES = (".tsv", ".tsv.gz", ".tmx", ".tmx.gz")  # of a single file
@@ -36,6 +36,7 @@ WANTED = (
     "name a file of pairs (.tsv: source, tab, target a line; .tmx; each also with .gz), or a folder with such files or "
     "with Moses' pairs (NAME.en and NAME.de)"
 )
+_VAL_NAMES = (*VAL_NAMES, "dev")
 _CHUNK_BYTES = 1 << 16
 _MAX_XML_TOKEN = 1 << 23  # bytes of a tag; text comes in pieces
 _MAX_DEPTH = 100  # of elements within each other, of which the parser keeps the names
@@ -86,7 +87,7 @@ def find_texts(data: str, languages: tuple[str, str], scratch: Path) -> list[Tex
         _refuse_links_out(place, tree.unreadable, languages)
     found = []
     for name in names:
-        split, where = split_of(name), shown(tree.name, name)
+        split, where = split_of(name, _VAL_NAMES), shown(tree.name, name)
         stem, suffix = name.removesuffix(".gz"), f".{languages[0]}"
         if split is None:  # test data
             continue

@@ -213,20 +213,20 @@ def test_too_much_that_is_bad_stops_the_step(tmp_path: Path, settings: dict[str,
     assert packed(tmp_path / "text.tsv", tmp_path / "out", **settings).manifest.num_rejected == len(PAIRS)
 
 
-@pytest.mark.parametrize("train", ["train.tsv", "corpus.tsv"])
-def test_leaks_leave_the_validation_split(tmp_path: Path, train: str) -> None:
+@pytest.mark.parametrize(("train", "val"), [("train.tsv", "val.tsv"), ("corpus.tsv", "dev.tsv")])
+def test_leaks_leave_the_validation_split(tmp_path: Path, train: str, val: str) -> None:
     data = tmp_path / "data"
     data.mkdir()
     leaks = [PAIRS[0], (PAIRS[1][0], "anders"), ("different", PAIRS[2][1])]
     (data / train).write_bytes(tsv(PAIRS[:100]))
-    (data / "val.tsv").write_bytes(tsv([*PAIRS[100:], *leaks, PAIRS[100]]))
+    (data / val).write_bytes(tsv([*PAIRS[100:], *leaks, PAIRS[100]]))
     (data / "test.tsv").write_bytes(tsv(phrases(10, seed=9)))
     (data / "README.md").write_text("no text")
     dataset = packed(data, tmp_path / "out")
     assert of_split(dataset, "train") == PAIRS[:100]
     assert of_split(dataset, "val") == PAIRS[100:]
     problems = [(entry["place"], entry["problem"]) for entry in rejected(tmp_path / "out")]
-    assert sorted(problems) == [(f"val.tsv:{line}", "leak") for line in (21, 22, 23)] + [("val.tsv:24", "duplicate")]
+    assert sorted(problems) == [(f"{val}:{line}", "leak") for line in (21, 22, 23)] + [(f"{val}:24", "duplicate")]
 
 
 def test_a_validation_split_of_leaks_alone(tmp_path: Path) -> None:
