@@ -230,15 +230,6 @@ def test_images_that_are_not_found_are_told_apart(tmp_path: Path) -> None:
     }
 
 
-def test_lists_of_voc_may_name_files(tmp_path: Path) -> None:
-    write_voc(tmp_path / "data")
-    for list_file in (tmp_path / "data" / "ImageSets" / "Main").iterdir():
-        names = list_file.read_text(encoding="utf-8").split()
-        list_file.write_text("".join(f"JPEGImages/{name}.png\n" for name in names), encoding="utf-8")
-    dataset = packed(tmp_path / "data", tmp_path / "x")
-    assert [Path(entry["path"]).stem for entry in listing(dataset, "val")] == ["d"]
-
-
 def test_lists_of_each_of_several_folders_of_voc_and_as_editors_write_them(tmp_path: Path) -> None:
     for year, names in (("VOC2007", "abcd"), ("VOC2012", "aefd")):
         write_voc(root := tmp_path / "data" / year)
@@ -262,13 +253,14 @@ def test_lists_of_each_of_several_folders_of_voc_and_as_editors_write_them(tmp_p
     assert rejected(dataset.path) == why
 
 
-def test_a_number_of_a_name_is_no_flag_of_a_list_of_voc(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stem", "line"), [("{}", "JPEGImages/{}.png\n"), ("{} 1", "{} 1\n")])
+def test_lists_of_voc_may_name_files_and_a_number_of_a_name_is_no_flag(stem: str, line: str, tmp_path: Path) -> None:
     write_voc(root := tmp_path / "data")
     for old in "abcd":
-        (root / "JPEGImages" / f"{old}.png").rename(root / "JPEGImages" / f"{old} 1.png")
-        (root / "Annotations" / f"{old}.xml").rename(root / "Annotations" / f"{old} 1.xml")
+        (root / "JPEGImages" / f"{old}.png").rename(root / "JPEGImages" / f"{stem.format(old)}.png")
+        (root / "Annotations" / f"{old}.xml").rename(root / "Annotations" / f"{stem.format(old)}.xml")
     for split, part in (("train", "abc"), ("val", "d")):
-        (root / "ImageSets" / "Main" / f"{split}.txt").write_text("".join(f"{name} 1\n" for name in part))
+        (root / "ImageSets" / "Main" / f"{split}.txt").write_text("".join(map(line.format, part)))
     dataset = packed(root, tmp_path / "x")
     assert [len(listing(dataset, split)) for split in ("train", "val")] == [3, 1]
 
@@ -280,14 +272,7 @@ def test_images_of_a_test_split_alone_are_none_to_train_on(tmp_path: Path) -> No
         packed(tmp_path / "data", tmp_path / "x")
 
 
-def test_xml_of_other_kinds_is_none_of_voc(tmp_path: Path) -> None:
-    write_images(tmp_path / "data" / "images", "ab")
-    cvat = '<annotations><image name="a.png"><box label="cat" xtl="1" ytl="1" xbr="9" ybr="9"/></image></annotations>'
-    (tmp_path / "data" / "annotations.xml").write_text(cvat, encoding="utf-8")
-    with refuses("no-annotations"):
-        packed(tmp_path / "data", tmp_path / "x")
-
-
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_bad_annotations_of_coco_are_counted_named_and_the_rest_is_kept(tmp_path: Path) -> None:
     write_coco(tmp_path / "data")
     content = coco("abc")
@@ -297,7 +282,7 @@ def test_bad_annotations_of_coco_are_counted_named_and_the_rest_is_kept(tmp_path
         {"id": 92, "image_id": 1, "category_id": 99, "bbox": [5, 5, 5, 5]},
         {"id": 93, "image_id": 1, "category_id": 10, "bbox": [5, 5, float("nan"), 5]},
         {"id": 94, "image_id": 1, "category_id": 10},
-        {"id": 95, "image_id": 77, "category_id": 10, "bbox": [5, 5, 5, 5]},
+        *({"id": 100 + key, "image_id": key, "category_id": 10, "bbox": [5, 5, 5, 5]} for key in (77, 78, 79)),
         {"id": 96, "image_id": 1, "category_id": 10, "bbox": [60, 40, 20, 4]},
         {"id": 97, "image_id": 1, "category_id": 11, "bbox": [1, 1, 9, 9]},
         {"id": 97, "image_id": 1, "category_id": 11, "bbox": [1, 1, 9, 9]},
@@ -343,14 +328,14 @@ def test_bad_annotations_of_coco_are_counted_named_and_the_rest_is_kept(tmp_path
         "one.png": "its id is that of another image, too",
         "two.png": "its id is that of another image, too",
         "unnamed.png": "no annotation file names it",
-        "annotations.json: image 77": "annotations of an image that the file does not list",
+        "annotations.json: image 77": "annotations of 3 images that the file does not list",
     }
     card = dataset.file("data_card.html").read_text(encoding="utf-8")
     assert "Something is wrong with 9 of" in card
     for name in ("one", "two", "unnamed", "small"):
         (folder / f"{name}.png").unlink()
     content["images"] = content["images"][:3]
-    content["annotations"] = [each for each in content["annotations"] if each["image_id"] != 77]
+    content["annotations"] = [each for each in content["annotations"] if each["image_id"] < 77]
     (tmp_path / "data" / "train" / "annotations.json").write_text(json.dumps(content), encoding="utf-8")
     with refuses("unusable-annotations", "preprocess.max_bad_fraction"):
         packed(tmp_path / "data", tmp_path / "many", max_bad_fraction=0.3)
@@ -359,17 +344,28 @@ def test_bad_annotations_of_coco_are_counted_named_and_the_rest_is_kept(tmp_path
 
 
 def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path) -> None:
-    write_voc(tmp_path / "voc")
+    write_voc(voc := tmp_path / "voc")
+    shutil.rmtree(voc / "ImageSets")
+    write_images(voc / "JPEGImages", "ef")
     bomb = '<!DOCTYPE x [<!ENTITY a "aaaa">]><annotation><filename>a.png</filename></annotation>'
-    (tmp_path / "voc" / "Annotations" / "a.xml").write_text(bomb, encoding="utf-8")
-    (tmp_path / "voc" / "Annotations" / "ä.xml").write_text("<annotation>ä</annotation>", encoding="latin-1")
-    (tmp_path / "voc" / "JPEGImages" / "c.png").unlink()
-    found = packed(tmp_path / "voc", tmp_path / "x", max_bad_fraction=0.9)
+    (voc / "Annotations" / "a.xml").write_text(bomb, encoding="utf-8")
+    (voc / "Annotations" / "e.xml").write_text("<annotation><filename>e.png</file", encoding="utf-8")
+    (voc / "Annotations" / "ä.xml").write_text("<annotation>ä</annotation>", encoding="latin-1")
+    (voc / "JPEGImages" / "c.png").unlink()
+    text = (voc / "Annotations" / "d.xml").read_text(encoding="utf-8")
+    twice = text[text.index("<object>") : text.index("</annotation>")] * 2
+    (voc / "Annotations" / "d.xml").write_text(f"<annotation>{twice}</annotation>", encoding="utf-8")
+    found = packed(voc, tmp_path / "x", max_bad_fraction=0.9)
     why = rejected(found.path)
-    assert why["Annotations/a.xml"] == "no annotations of Pascal VOC: it declares entities"
-    assert why["Annotations/ä.xml"].startswith("no annotations of Pascal VOC: 'utf-8' codec can't decode")
-    assert why["c.png"] == "Annotations/c.xml names it, and it is not there"
-    assert objects(found).keys() == {"b", "d"}
+    assert why.pop("Annotations/a.xml") == "no annotations of Pascal VOC: it declares entities"
+    assert why.pop("Annotations/ä.xml").startswith("no annotations of Pascal VOC: 'utf-8' codec can't decode")
+    assert {path: reason.partition(":")[0] for path, reason in why.items()} == {
+        "Annotations/e.xml": "no annotations of Pascal VOC",  # and e.png is not left out once more
+        "JPEGImages/f.png": "no XML file names it",
+        "c.png": "Annotations/c.xml names it, and it is not there",
+    }
+    assert objects(found) == {"b": [], "d": [list(box) for box in OBJECTS["d"]]}
+    assert problems(found) == [("d", "listed twice", False)]
 
     write_yolo(tmp_path / "yolo")
     lines = "0 0.5 0.5 0.25 0.5\n7 0.5 0.5 0.1 0.1\n1 0.5 0.5\n1 nan 0.5 0.1 0.1\n1 0.25 0.25 0.75 0.25 0.75 0.75\n"
@@ -386,29 +382,6 @@ def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path) -> None:
         "unknown class",
     ]
     assert rejected(found.path)["labels/train/gone.txt"] == "labels of an image that is not there"
-
-
-def test_objects_of_voc_that_are_listed_twice_count_once(tmp_path: Path) -> None:
-    write_voc(tmp_path / "data")
-    file = tmp_path / "data" / "Annotations" / "c.xml"
-    text = file.read_text(encoding="utf-8")
-    start, end = text.index("<object>"), text.index("</object>") + len("</object>")
-    file.write_text(text[:end] + text[start:], encoding="utf-8")
-    dataset = packed(tmp_path / "data", tmp_path / "x", max_bad_fraction=0.9)
-    assert objects(dataset) == {name: [list(box) for box in boxes] for name, boxes in OBJECTS.items()}
-    assert problems(dataset) == [("c", "listed twice", False)]
-
-
-def test_an_image_of_damaged_xml_is_one_file_that_is_left_out(tmp_path: Path) -> None:
-    write_voc(tmp_path / "data")
-    shutil.rmtree(tmp_path / "data" / "ImageSets")
-    (tmp_path / "data" / "Annotations" / "a.xml").write_text("<annotation><filename>a.png</file", encoding="utf-8")
-    (tmp_path / "data" / "Annotations" / "b.xml").unlink()
-    why = rejected(packed(tmp_path / "data", tmp_path / "x", max_bad_fraction=0.9).path)
-    assert {path: reason.partition(":")[0] for path, reason in why.items()} == {
-        "Annotations/a.xml": "no annotations of Pascal VOC",
-        "JPEGImages/b.png": "no XML file names it",
-    }
 
 
 def test_whole_numbers_that_a_table_wrote_as_floats_are_ids_and_sides(tmp_path: Path) -> None:
@@ -472,19 +445,6 @@ def test_images_that_share_an_id_in_one_file_are_not_lost_where_another_annotate
     assert dataset.manifest.num_rejected == 3
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_annotations_of_images_that_a_file_does_not_list_are_one_entry(tmp_path: Path) -> None:
-    write_coco(tmp_path / "data")
-    file = tmp_path / "data" / "train" / "annotations.json"
-    content = json.loads(file.read_text())
-    content["annotations"] += [{**content["annotations"][0], "id": 50 + key, "image_id": 70 + key} for key in range(3)]
-    file.write_text(json.dumps(content))
-    what = "annotations of 3 images that the file does not list: 3"
-    assert rejected(packed(tmp_path / "data", tmp_path / "x", max_bad_fraction=0.9).path) == {
-        "train/annotations.json: image 70": what
-    }
-
-
 @pytest.mark.parametrize("format_name", ["coco", "voc"])
 def test_an_image_that_is_missing_is_not_the_one_of_its_name_in_another_split(format_name: str, tmp_path: Path) -> None:
     data = tmp_path / "data"
@@ -521,30 +481,22 @@ def test_images_of_one_name_in_two_folders_keep_their_own_annotations(tmp_path: 
     assert reasons["val/annotations.json: 1/x.png"] == "val/annotations.json names it, and it is not there"
 
 
-def test_a_split_without_any_box_is_packed_and_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("crowds", [False, True])
+def test_a_split_without_any_box_or_of_crowds_alone_is_packed_and_named(crowds: bool, tmp_path: Path) -> None:
     write_coco(tmp_path / "data")
-    content = {**coco("abc"), "annotations": []}
+    content = coco("abc")
+    content["annotations"] = [{**each, "iscrowd": 1} for each in content["annotations"] if crowds]
     (tmp_path / "data" / "train" / "annotations.json").write_text(json.dumps(content), encoding="utf-8")
     dataset = packed(tmp_path / "data", tmp_path / "x")
     assert dataset.manifest.splits["train"].class_counts == (0, 0)
     assert dataset.manifest.num_rejected == 0
-    assert all(objects(dataset)[name] == [] for name in "abc")
+    assert [[box[5] for box in objects(dataset)[name]] for name in "abc"] == ([[1, 1], [], [1]] if crowds else [[]] * 3)
     card = dataset.file("data_card.html").read_text(encoding="utf-8")
     assert "the training split has no object of 2 of 2 classes" in card.replace("The training", "the training")
     assert "training objects" in card
     assert "training images</span>" not in card
     with refuses("no-objects"):
         step("train", tmp_path / "checkpoint", {"architecture": "detection/fcos_small"}, dataset=dataset.path)
-
-
-def test_crowds_alone_are_no_objects_to_learn(tmp_path: Path) -> None:
-    write_coco(tmp_path / "data")
-    content = coco("abc")
-    content["annotations"] = [{**each, "iscrowd": 1} for each in content["annotations"]]
-    (tmp_path / "data" / "train" / "annotations.json").write_text(json.dumps(content), encoding="utf-8")
-    dataset = packed(tmp_path / "data", tmp_path / "x")
-    assert dataset.manifest.splits["train"].class_counts == (0, 0)
-    assert [box[5] for box in objects(dataset)["a"]] == [1, 1]
 
 
 def test_images_whose_masks_have_the_same_names_are_found(tmp_path: Path) -> None:
@@ -581,8 +533,11 @@ def test_json_that_is_none_or_not_as_coco_asks(text: str, tmp_path: Path) -> Non
 
 def test_without_annotations_or_objects(tmp_path: Path) -> None:
     write_images(tmp_path / "data", "ab")
-    with refuses("no-annotations", "data"):
-        packed(tmp_path / "data", tmp_path / "x")
+    cvat = '<annotations><image name="a.png"><box label="cat" xtl="1" ytl="1" xbr="9" ybr="9"/></image></annotations>'
+    for name in ("annotations.txt", "annotations.xml"):  # none of VOC
+        (tmp_path / "data" / name).write_text(cvat, encoding="utf-8")
+        with refuses("no-annotations", "data"):
+            packed(tmp_path / "data", tmp_path / "x")
     content = {**coco("ab"), "annotations": [], "categories": []}
     (tmp_path / "data" / "annotations.json").write_text(json.dumps(content), encoding="utf-8")
     with refuses("no-objects"):
