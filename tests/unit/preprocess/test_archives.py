@@ -263,6 +263,11 @@ def test_archives_that_are_none_or_damaged(tmp_path: Path) -> None:
     (tmp_path / "x.zip").write_bytes(data)
     with refuses("damaged-archive"):
         find(tmp_path / "x.zip")
+    whole = of_names(tmp_path / "x.tar", *FOUR).read_bytes()
+    for name in FOUR[:2]:  # whose header does not fit its checksum
+        (tmp_path / "x.tar").write_bytes(whole.replace(name.encode(), b"b/7.png"))
+        with refuses("damaged-archive"):
+            find(tmp_path / "x.tar")
 
 
 def test_an_archive_that_fills_the_disk_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,14 +369,6 @@ def test_a_member_has_few_headers(tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_bytes(name * 4 + rest)
     assert "a/9.png" in paths(find(tmp_path / "x.tar"))
     (tmp_path / "x.tar").write_bytes(name * 5 + rest)
-    with refuses("damaged-archive"):
-        find(tmp_path / "x.tar")
-
-
-@pytest.mark.parametrize("name", FOUR[:2])
-def test_a_header_that_does_not_fit_its_checksum(tmp_path: Path, name: str) -> None:
-    whole = of_names(tmp_path / "x.tar", *FOUR).read_bytes()
-    (tmp_path / "x.tar").write_bytes(whole.replace(name.encode(), b"b/7.png"))
     with refuses("damaged-archive"):
         find(tmp_path / "x.tar")
 

@@ -206,8 +206,7 @@ def block(*entries: tuple[int, int, int, bytes]) -> bytes:
     return b"Exif\0\0MM\0*" + struct.pack(">IH", 8, len(entries)) + listed + bytes(4)
 
 
-Y, X = np.mgrid[0:SIDE, 0:40]
-PICTURE = Image.fromarray(np.stack([6 * X, 10 * Y, 3 * (X + Y)], axis=2).astype(np.uint8))
+PICTURE = gradient(SIDE, 40)
 BLACK = Image.new("RGB", PICTURE.size)
 
 

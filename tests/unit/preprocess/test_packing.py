@@ -16,7 +16,6 @@ from components.preprocess.decoding import PixelSums
 from components.preprocess.packing import plan_shards, stratified
 from components.preprocess.sources import Sample
 from tests.conftest import Dataset, preprocess
-from tests.unit.refusals import refuses
 
 from .builders import SHARD_BYTES, every_path, find, gradient, listing, member, paths, write_tar, write_tree
 
@@ -227,12 +226,3 @@ def test_a_dataset_of_preprocess_is_a_source_again(tmp_path: Path) -> None:
     (first.path / "manifest.json").write_text('{"kind": "of another program", "classes": 2}')
     assert find(first.path).classes == ("0", "1")
     assert len(paths(find(first.path))) == 10
-
-
-def test_there_is_no_such_part(few_digits: Path, tmp_path: Path) -> None:
-    with refuses("no-such-part", "preprocess.part"):
-        preprocess(few_digits, tmp_path / "out", part="3/2")
-    assert list((tmp_path / "out").iterdir()) == []
-    for part in ("0/2", "1/0", "01/2", "1-2"):
-        with refuses("invalid-setting", "preprocess.part"):
-            preprocess(few_digits, tmp_path / "out", part=part)

@@ -108,6 +108,10 @@ def test_a_join_that_was_refused_or_killed_can_be_given_again(few_digits: Path, 
 
 
 def test_settings_of_parts(messy_digits: Path, tmp_path: Path) -> None:
+    for part, code in (("3/2", "no-such-part"), *((part, "invalid-setting") for part in ("0/2", "1/0", "01/2", "1-2"))):
+        with refuses(code, "preprocess.part"):
+            run_step(messy_digits, tmp_path / "out", part=part)
+        assert not list((tmp_path / "out").glob("*"))
     with refuses("invalid-setting", "merge.parts"):
         resolve(MergeConfig, "merge", {"parts": "PART"})
     with refuses("unusable-files", "preprocess.on_bad"):  # a part fails early when nothing may be rejected

@@ -99,15 +99,16 @@ def test_the_card(dataset: Dataset) -> None:
 
 
 def test_the_split_depends_on_the_sentences_and_the_seed_alone(tmp_path: Path) -> None:
-    def split(name: str, pairs: list[tuple[str, str]], **settings: Any) -> set[tuple[str, str]]:
-        (tmp_path / f"{name}.tsv").write_bytes(tsv(pairs))
-        return set(of_split(packed(tmp_path / f"{name}.tsv", tmp_path / name, **settings), "val"))
+    def pack(name: str, pairs: list[tuple[str, str]], **settings: Any) -> Dataset:
+        (tmp_path / "text.tsv").write_bytes(tsv(pairs))
+        return packed(tmp_path / "text.tsv", tmp_path / name, **settings)
 
-    first = split("first", PAIRS)
+    whole = pack("first", PAIRS)
+    assert pack("same", PAIRS).manifest.files == whole.manifest.files
+    first, again = (set(of_split(own, "val")) for own in (whole, pack("again", PAIRS[::-1])))
     assert len(first) == 24
-    assert split("again", PAIRS[::-1]) == first
-    assert split("seed", PAIRS, seed=1) != first
-    assert len(split("share", PAIRS, val_fraction=0.5)) == 60
+    assert again == first != set(of_split(pack("seed", PAIRS, seed=1), "val"))
+    assert len(of_split(pack("share", PAIRS, val_fraction=0.5), "val")) == 60
 
 
 def test_sentences_that_hang_together_stay_on_one_side(tmp_path: Path) -> None:
@@ -484,9 +485,3 @@ def test_the_case_of_an_ending_does_not_matter(tmp_path: Path, name: str) -> Non
     (tmp_path / "data" / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
     for data in (tmp_path / "data", tmp_path / "data" / name):
         assert everything(packed(data, tmp_path / f"out-{data.name}")) == sorted(PAIRS)
-
-
-def test_the_same_text_gives_the_same_dataset(tmp_path: Path) -> None:
-    (tmp_path / "text.tsv").write_bytes(tsv(PAIRS))
-    first, again = (packed(tmp_path / "text.tsv", tmp_path / name) for name in ("first", "again"))
-    assert first.manifest.files == again.manifest.files
