@@ -166,6 +166,13 @@ def test_fallback_repairs_a_layer_with_outliers_the_same_way_each_time(trained, 
     assert (again.ranking.costs, again.selection.trials) == (first.ranking.costs, search.trials)
 
 
+def choice(top: dict[str, np.ndarray]) -> Selection:
+    """Of the methods after FP32, by the best classes of 1,000 images, which are all of class 0."""
+    chain = Chain(1, additive({"c0": 0.0})).selection
+    scales = {method: chain.scales["max"] for method in top if method != "fp32"}
+    return replace(chain, scales=scales, measure=lambda *_: passing(top, np.zeros(1000, np.int32)), num_images=1000)
+
+
 @pytest.mark.parametrize(
     ("num_changed", "num_lost", "expected"),
     [
@@ -179,42 +186,23 @@ def test_fallback_repairs_a_layer_with_outliers_the_same_way_each_time(trained, 
 )
 def test_the_candidate_within_budget_that_agrees_most_with_fp32_is_taken(num_changed, num_lost, expected):
     order = np.random.default_rng(0).permutation(1000)
-    fp32 = np.repeat([1, 0], [100, 900])  # of 1,000 images, all of class 0
+    fp32 = np.repeat([1, 0], [100, 900])
     top = {"fp32": fp32[order, None]}
-    methods = CALIBRATION_METHODS[: len(num_changed)]
-    for method, changed, lost in zip(methods, num_changed, num_lost, strict=True):
+    for method, changed, lost in zip(CALIBRATION_METHODS[:4], num_changed, num_lost, strict=True):
         own = fp32.copy()
         own[:changed] = 2  # wrong, as before, but another class
         own[500 : 500 + lost] = 2
         top[method] = own[order, None]
-    labels = np.zeros(1000, np.int32)
-    chain = Chain(1, additive({"c0": 0.0}))
-    search = replace(
-        chain.selection,
-        scales=dict.fromkeys(methods, chain.selection.scales["max"]),
-        measure=lambda models, text, detail: passing(top, labels),
-        num_images=1000,
-    )
-    assert search.choose_method() == expected
+    assert choice(top).choose_method() == expected
 
 
 def test_a_candidate_that_dropped_out_is_not_taken_because_few_images_can_not_refute_it():
     regressed = {"fp32": [], "max": range(600, 610), "percentile": range(600, 609), "entropy": range(100), "mse": [0]}
     top = {method: np.isin(np.arange(1000), list(images))[:, None] for method, images in regressed.items()}
-    chain = Chain(1, additive({"c0": 0.0}))
-    search = replace(
-        chain.selection,
-        scales=dict.fromkeys(CALIBRATION_METHODS, chain.selection.scales["max"]),
-        measure=lambda models, text, detail: passing(top, np.zeros(1000, np.int32)),
-        num_images=1000,
-    )
+    search = choice(top)
     assert search.choose_method() == "percentile"
-    assert {trial.method: trial.num_images for trial in search.trials} == {
-        "max": 1000,
-        "percentile": 1000,
-        "entropy": 125,
-        "mse": 250,
-    }
+    num_images = {"max": 1000, "percentile": 1000, "entropy": 125, "mse": 250}
+    assert {trial.method: trial.num_images for trial in search.trials} == num_images
 
 
 def test_a_budget_that_nothing_holds_leaves_no_layer_in_int8(trained, digits, tmp_path):

@@ -129,14 +129,7 @@ def test_layers_leave_int8_until_the_others_cost_little() -> None:
 )
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_profile_takes_one_number_of_sentences_where_that_builds(
-    graphs: Graphs,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    opt_batch: int,
-    max_batch: int,
-    fixed: list[int],
-    others: tuple[int, int, int] | None,
-    fails: bool,
+    graphs: Graphs, monkeypatch, tmp_path: Path, opt_batch: int, max_batch: int, fixed, others, fails: bool
 ) -> None:
     tried = []
 

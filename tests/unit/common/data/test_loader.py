@@ -65,35 +65,25 @@ def contents(batch: Batch) -> list[int]:
     return (colour[:, 0] / 4).round().astype(int).tolist()
 
 
-@pytest.mark.parametrize("batch_size", [1, 8, 36, 37, 64])
-def test_evaluation_gives_each_image_once_in_order(colours: Dataset, batch_size: int) -> None:
-    loader = Loader(colours, "val", PLAIN, batch_size=batch_size)
+@pytest.mark.parametrize(
+    ("num_shards", "batch_size"),
+    [(1, 1), (1, 8), (1, 36), (1, 37), (1, 64), (2, 8), (3, 5), (7, 1), (NUM_VAL, 4), (NUM_VAL + 3, 2)],
+)
+def test_ranks_evaluate_each_image_once_in_order(colours: Dataset, num_shards: int, batch_size: int) -> None:
     entries = listed(colours, "val")
-    expected = [int(Path(entry["path"]).stem) for entry in entries]
-    assert sorted(expected) == list(range(NUM_VAL))
-    for _ in range(2):
-        batches = list(loader)
-        assert [index for batch in batches for index in contents(batch)] == expected
-        assert [label for batch in batches for label in batch.labels.tolist()] == [entry["label"] for entry in entries]
-        full, rest = divmod(NUM_VAL, batch_size)
-        assert [len(batch.images) for batch in batches] == [batch_size] * full + [rest] * (rest > 0)
-        assert len(batches) == len(loader)
-    assert loader.num_images == NUM_VAL
-
-
-@pytest.mark.parametrize(("num_shards", "batch_size"), [(2, 8), (3, 5), (7, 1), (NUM_VAL, 4), (NUM_VAL + 3, 2)])
-def test_the_ranks_together_evaluate_each_image_once(colours: Dataset, num_shards: int, batch_size: int) -> None:
-    seen = []
+    expected = [(int(Path(entry["path"]).stem), entry["label"]) for entry in entries]
+    assert sorted(index for index, _ in expected) == list(range(NUM_VAL))
+    seen: list[tuple[int, int]] = []
     for rank in range(num_shards):
         loader = Loader(colours, "val", PLAIN, batch_size=batch_size, shard_id=rank, num_shards=num_shards)
+        full, rest = divmod(loader.num_images, batch_size)
         for _ in range(2):
-            batches = [contents(batch) for batch in loader]
+            batches = [list(zip(contents(batch), batch.labels.tolist(), strict=True)) for batch in loader]
+            assert [*map(len, batches)] == [batch_size] * full + [rest] * (rest > 0)
             assert len(batches) == len(loader)
-            assert sum(map(len, batches)) == loader.num_images
-            assert all(batches)
             assert bool(batches) == (rank < NUM_VAL)  # those beyond have nothing to do, as often as they are asked
-        seen += [index for batch in batches for index in batch]
-    assert sorted(seen) == list(range(NUM_VAL))
+        seen += [image for batch in batches for image in batch]
+    assert seen == expected
 
 
 def test_layout_and_types_of_batches(colours: Dataset) -> None:

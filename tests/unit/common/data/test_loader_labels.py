@@ -12,16 +12,15 @@ import pytest
 import torch
 from PIL import Image
 
-from components.common.contracts.manifests import Artifact, DatasetManifest, load
+from components.common.contracts.manifests import DatasetManifest, load
 from components.common.contracts.transforms import Augmentation
 from components.common.data.corruptions import Corruption
 from components.common.data.loader import Loader
 from enginery.datasets.shapes import write_shapes
-from tests.conftest import Shared, preprocess
+from tests.conftest import Dataset, Shared, preprocess
 from tests.unit.positions import NUM_VAL, check_boxes, check_mask, plain, seen, write_positions
 from tests.unit.refusals import refuses
 
-Dataset = Artifact[DatasetManifest]
 SPECS = [(32, 32), (40, 32), (60, 60), (110, 96)]
 
 
@@ -112,14 +111,6 @@ def test_each_version_of_an_image_has_its_labels(positions: dict[str, Dataset]) 
         assert len(labels) == 2 * len(usual)
         for place, label in enumerate(labels):
             torch.testing.assert_close(label, usual[place // 2], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("num_shards", "batch_size"), [(3, 4), (NUM_VAL + 2, 3)])
-def test_ranks_together_have_every_label_once(positions: dict[str, Dataset], num_shards: int, batch_size: int) -> None:
-    for dataset in positions.values():
-        options: dict[str, Any] = {"batch_size": batch_size, "num_shards": num_shards}
-        loaders = [Loader(dataset, "val", plain(32, 32), shard_id=rank, **options) for rank in range(num_shards)]
-        assert sum(len(batch.labels) for loader in loaders for batch in loader) == NUM_VAL
 
 
 def test_shapes_are_delivered_as_they_were_written(shapes: tuple[Path, dict[str, Dataset]]) -> None:

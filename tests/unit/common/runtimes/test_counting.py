@@ -111,6 +111,8 @@ def test_a_file_of_a_fixed_batch_counts_one_image(tmp_path) -> None:
         onnx.save(_reshaping(batch), tmp_path / f"{name}.onnx")
         count = count_onnx(tmp_path / f"{name}.onnx")
         assert (count.macs, count.image_values, count.live_values) == (4 * 192, 192, 4)
+    onnx.save(_reshaping(1, (8, 16)), tmp_path / "wide.onnx")  # images need not be square
+    assert count_onnx(tmp_path / "wide.onnx").image_values == 3 * 8 * 16
 
 
 @pytest.mark.parametrize(
@@ -129,16 +131,8 @@ def test_files_that_say_too_little_are_refused(tmp_path, operator, inputs, side,
     onnx.save(model, tmp_path / "model.onnx")
     with refuses(code):
         count_onnx(tmp_path / "model.onnx")
-
-
-def test_a_folder_is_no_file(tmp_path) -> None:
-    with refuses("onnx-missing"):
+    with refuses("onnx-missing"):  # a folder
         count_onnx(tmp_path)
-
-
-def test_the_input_of_a_file_need_not_be_square(tmp_path) -> None:
-    onnx.save(_reshaping(1, (8, 16)), tmp_path / "wide.onnx")
-    assert count_onnx(tmp_path / "wide.onnx").image_values == 3 * 8 * 16
 
 
 @pytest.mark.parametrize("architecture", ["detection/fcos_small", "segmentation/fpn_small"])

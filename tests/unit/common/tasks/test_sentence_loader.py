@@ -21,13 +21,14 @@ from enginery.datasets.phrases import phrase_pair
 from tests.conftest import Dataset
 from tests.unit.refusals import refuses
 
+Pairs = dict[str, list[tuple[str, str]]]
 NUM_TRAIN, NUM_VAL = 1000, 103
 BATCH_SIZE, NUM_SHARDS, PER_STEP = 8, 2, 3  # 20 steps of 48, and 40 pairs left out
 NUM_BATCHES = 60
 
 
 @pytest.fixture(scope="module")
-def pairs() -> dict[str, list[tuple[str, str]]]:
+def pairs() -> Pairs:
     rng, found = np.random.default_rng(0), dict[str, str]()
     while len(found) < NUM_TRAIN + NUM_VAL:
         found.setdefault(*phrase_pair(rng))
@@ -36,10 +37,9 @@ def pairs() -> dict[str, list[tuple[str, str]]]:
 
 
 @pytest.fixture
-def dataset(pairs: dict[str, list[tuple[str, str]]], tmp_path: Path) -> Dataset:
-    train_vocabulary(
-        (line for split in pairs.values() for pair in split for line in pair), 400, tmp_path / "vocabulary.model"
-    )
+def dataset(pairs: Pairs, tmp_path: Path) -> Dataset:
+    lines = (line for split in pairs.values() for pair in split for line in pair)
+    train_vocabulary(lines, 400, tmp_path / "vocabulary.model")
     for split, listed in pairs.items():
         (tmp_path / f"{split}.tsv").write_text("".join(f"{one}\t{other}\n" for one, other in listed), encoding="utf-8")
     files = {one.name: FileEntry(size_bytes=one.stat().st_size, digest=digest_file(one)) for one in tmp_path.iterdir()}
@@ -78,9 +78,7 @@ def sentences(dataset: Dataset, batch: Batch) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("length_step", [1, LENGTH_STEP])  # on a CPU and on a GPU
-def test_batches_are_as_networks_read(
-    dataset: Dataset, pairs: dict[str, list[tuple[str, str]]], length_step: int
-) -> None:
+def test_batches_are_as_networks_read(dataset: Dataset, pairs: Pairs, length_step: int) -> None:
     loader = SentenceLoader(dataset, "val", training=False, batch_size=10)
     assert loader._length_step == 1
     loader._length_step = length_step
@@ -111,7 +109,7 @@ def test_batches_are_as_networks_read(
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 7, 200])
-def test_validation_has_all_pairs(dataset: Dataset, pairs: dict[str, list[tuple[str, str]]], num_shards: int) -> None:
+def test_validation_has_all_pairs(dataset: Dataset, pairs: Pairs, num_shards: int) -> None:
     loaders = [
         SentenceLoader(dataset, "val", training=False, batch_size=9, shard_id=shard, num_shards=num_shards)
         for shard in range(num_shards)
@@ -124,9 +122,7 @@ def test_validation_has_all_pairs(dataset: Dataset, pairs: dict[str, list[tuple[
         loaders[0].state()
 
 
-def test_epochs_have_no_pair_twice_and_little_padding(
-    dataset: Dataset, pairs: dict[str, list[tuple[str, str]]]
-) -> None:
+def test_epochs_have_no_pair_twice_and_little_padding(dataset: Dataset, pairs: Pairs) -> None:
     loaders = [train(dataset, shard_id=shard) for shard in range(NUM_SHARDS)]
     epochs: list[list[tuple[str, str]]] = []
     shares = []
