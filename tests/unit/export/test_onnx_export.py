@@ -235,6 +235,10 @@ OVER_HALF = [
     helper.make_node("Cast", ["choice"], ["y"], to=TensorProto.FLOAT),
 ]
 RING = ("onnx-does-not-run", "")
+MASK = helper.make_tensor_value_info("mask", TensorProto.FLOAT, ["N"])
+FUSED = helper.make_node("FusedConv", ["x", "w"], ["y"], domain="com.microsoft")
+NUMBERS = [*POOLED, helper.make_node("ArgMax", ["scores"], ["y"])]
+NAN_BIAS = [constant("bias", np.full(5, np.nan, np.float32)), helper.make_node("Add", ["scores", "bias"], ["y"])]
 ZERO = [constant("none", np.float32(0)), helper.make_node("Mul", ["scores", "none"], ["zeros"])]
 IDENTITY, SHARES, ODDS = (helper.make_node(name, ["zeros"], ["y"]) for name in ("Identity", "Softmax", "Sigmoid"))
 ONE_IMAGE = [  # its batch is dynamic in name only
@@ -328,44 +332,19 @@ def test_torch_exports_of_other_opsets(net, tmp_path, opset):
         ({"nodes": [*POOLED, *CHOICE, *ONE_HOT]}, "classes-not-logits", "OneHot"),
         ({"nodes": [*POOLED, *OVER_HALF]}, "classes-not-logits", "Greater"),
         ({"nodes": [*POOLED, *CHOICE, *FROM_TABLE]}, "classes-not-logits", "ArgMax"),
-        (
-            {"nodes": [*POOLED, helper.make_node("ArgMax", ["scores"], ["y"])], "output_type": TensorProto.INT64},
-            "classes-not-logits",
-            "ArgMax",
-        ),
+        ({"nodes": NUMBERS, "output_type": TensorProto.INT64}, "classes-not-logits", "ArgMax"),
         ({"nodes": [constant("axes", [1]), *POOLED, *SOFTMAX]}, "probabilities", ""),
         *(({"nodes": [*POOLED, *ZERO, *last]}, "constant-answers", "") for last in ([IDENTITY], [SHARES], [ODDS])),
         ({"nodes": [*POOLED, *ZERO, helper.make_node("Log", ["zeros"], ["y"])]}, "answers-not-finite", ""),
         ({"type": TensorProto.FLOAT16}, "wrong-type", "FLOAT16"),
         ({"opset": 11}, "unsupported-opset", "opset 11, supported are 13 to 21"),
         ({"opset": 22, "ir": 10}, "unsupported-opset", ""),
-        (
-            {"more_inputs": [helper.make_tensor_value_info("mask", TensorProto.FLOAT, ["N"])]},
-            "not-a-classifier",
-            "['x', 'mask']",
-        ),
-        (
-            {
-                "nodes": [helper.make_node("FusedConv", ["x", "w"], ["y"], domain="com.microsoft")],
-                "imports": [helper.make_opsetid("com.microsoft", 1)],
-            },
-            "unsupported-operators",
-            "com.microsoft.FusedConv",
-        ),
+        ({"more_inputs": [MASK]}, "not-a-classifier", "['x', 'mask']"),
+        ({"nodes": [FUSED], "imports": [helper.make_opsetid(FUSED.domain, 1)]}, "unsupported-operators", "t.FusedConv"),
         ({"nodes": [helper.make_node("QuantizeLinear", ["x", "w"], ["y"])]}, "already-quantized", ""),
         ({"nodes": MEAN_OF_ALL}, "onnx-does-not-run", "two images"),
         ({"nodes": ONE_IMAGE}, "wrong-output-shape", "a batch of 2"),
-        (
-            {
-                "nodes": [
-                    *POOLED,
-                    constant("bias", np.full(5, np.nan, np.float32)),
-                    helper.make_node("Add", ["scores", "bias"], ["y"]),
-                ]
-            },
-            "weights-not-finite",
-            "'bias'",
-        ),
+        ({"nodes": [*POOLED, *NAN_BIAS]}, "weights-not-finite", "'bias'"),
         ({"nodes": [helper.make_node("Loop", ["x"], ["y"])]}, "unsupported-graph", "control flow (['Loop'])"),
         ({"nodes": [helper.make_node("Identity", names, names[::-1]) for names in (["y", "z"], ["z", "y"])]}, *RING),
         # What fuzzing found.

@@ -308,27 +308,19 @@ def test_openvino_scales_convolutions_without_a_bias_once(zeros, scaled, tmp_pat
     _expect_openvino_as_simulated(Residual, tmp_path)
 
 
-def test_openvino_takes_the_scales_of_the_right_channels_behind_a_mean(tmp_path):
-    class Tokens(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.norm, self.last = nn.Conv2d(3, 16, 8, 8), nn.BatchNorm1d(16), nn.Linear(16, 10)
-
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            return self.last(self.norm(self.first(images).flatten(2).transpose(1, 2).mean(1)))
-
-    _expect_openvino_as_simulated(Tokens, tmp_path)
-
-
-def test_openvino_compiles_a_matrix_reshaped_to_tokens(tmp_path):
+@pytest.mark.parametrize("reshaped", [False, True])
+def test_openvino_takes_the_scales_of_the_right_channels_of_tokens(reshaped, tmp_path):
     class Tokens(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.middle = nn.Conv2d(3, 16, 4, 4), nn.Linear(16, 24, bias=False)
-            self.norm, self.last = nn.BatchNorm1d(24), nn.Linear(24, 10)
+            self.norm, self.last = nn.BatchNorm1d(24 if reshaped else 16), nn.Linear(24 if reshaped else 16, 10)
 
         def forward(self, images: torch.Tensor) -> torch.Tensor:
-            tokens = self.middle(self.first(images).flatten(2).transpose(1, 2))
+            tokens = self.first(images).flatten(2).transpose(1, 2)
+            if not reshaped:
+                return self.last(self.norm(tokens.mean(1)))
+            tokens = self.middle(tokens)
             return self.last(self.norm(tokens.flatten(0, 1)).reshape_as(tokens).mean(1))
 
     _expect_openvino_as_simulated(Tokens, tmp_path)

@@ -39,10 +39,8 @@ def test_a_table_of_class_folders_is_as_the_folders(tmp_path: Path, suffix: str,
     root = write_tree(tmp_path / "images", {"cat": 4, "dog": 5, "dog/more": 1})
     prefix = {"relative": "", "dotted": "./", "absolute": f"{root}/", "uri": f"file://{root}/"}[form]
     rows = [(prefix + path, label) for path, label in reversed(rows_of(root))]
-    source, expected = (
-        find(write(root / f"t{suffix}", ("path", "label"), [*rows, rows[0]])),
-        find(root),
-    )  # one row twice
+    source = find(write(root / f"t{suffix}", ("path", "label"), [*rows, rows[0]]))  # one row twice
+    expected = find(root)
     assert source.classes == expected.classes
     assert contents(source) == contents(expected)
     for split in ("train", "val"):

@@ -28,9 +28,8 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
         coarse = rng.integers(0, 256, (5, 6, 3), np.uint8)
         coarse[0, 0], coarse[4, 5] = 0, 255
         levels = np.asarray(Image.fromarray(coarse).resize((100 + index, 80))).astype(float)
-        Image.fromarray((levels + rng.normal(0, 4, levels.shape)).clip(0, 255).astype(np.uint8)).save(
-            folder / f"{index}.png"
-        )
+        levels += rng.normal(0, 4, levels.shape)
+        Image.fromarray(levels.clip(0, 255).astype(np.uint8)).save(folder / f"{index}.png")
     return preprocess(root / "images", root / "dataset")
 
 

@@ -13,6 +13,7 @@ from components.common.tasks.detection.boxes import decode, detect
 from components.common.tasks.detection.loss import DetectionLoss, assign, centres, corners, generalized_iou
 from components.common.tasks.detection.networks import ARCHITECTURES, FcosSmall
 from components.export.onnx_export import check_against_torch, export_onnx
+from tests.unit.networks import random_images
 from tests.unit.refusals import refuses
 
 NUM_ANCHORS = {  # at 64 px
@@ -155,9 +156,7 @@ def test_the_onnx_file_answers_alike_at_any_batch_and_has_static_shapes(architec
     model = ARCHITECTURES[architecture](3).eval()
     shapes = ShapeSpec(height=64, width=64)
     export_onnx(model, tmp_path / "model.onnx", shapes)
-    check_against_torch(
-        model, tmp_path / "model.onnx", shapes, np.random.default_rng(0).normal(size=(3, 3, 64, 64)).astype(np.float32)
-    )
+    check_against_torch(model, tmp_path / "model.onnx", shapes, random_images(shapes, 3))
     graph = onnx.load(tmp_path / "model.onnx").graph
     assert not {node.op_type for node in graph.node} & {"Loop", "If", "NonZero", "NonMaxSuppression", "Range", "Where"}
     sizes = [axis.dim_param or axis.dim_value for axis in graph.output[0].type.tensor_type.shape.dim]

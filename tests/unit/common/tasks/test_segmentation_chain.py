@@ -106,10 +106,8 @@ def test_the_python_model_answers_with_masks(chain: Chain, tmp_path: Path) -> No
     assert wide["mask"] == plain["mask"]  # of the same square
     mask = mask_of(plain)
     assert mask.shape == (64, 64)
-    assert (
-        plain.classes
-        == [CLASSES[index] for index in np.argsort(-np.bincount(mask.ravel()), kind="stable")][: len(plain.classes)]
-    )
+    by_share = [CLASSES[index] for index in np.argsort(-np.bincount(mask.ravel()), kind="stable")]
+    assert plain.classes == by_share[: len(plain.classes)]
     assert sum(plain.shares) == pytest.approx(1, abs=1e-5)
     runner = select_runtime(load(chain.bundle, BundleManifest), "int8", "auto").runner
     transform = load(chain.bundle, BundleManifest).manifest.transform

@@ -35,6 +35,7 @@ def test_any_text_comes_back_as_it_was(file: Path, lines: list[str]) -> None:
         assert all(ids[-1] == EOS and not {PAD, BOS, EOS, UNKNOWN} & set(ids[:-1]) for ids in tokens)
         assert max(map(max, tokens)) < vocabulary.size
         assert vocabulary.decode(tokens) == [unicodedata.normalize("NFC", sentence) for sentence in sentences]
+        assert [vocabulary.encode([sentence])[0] for sentence in sentences[:200]] == tokens[:200]  # alone as among many
     assert np.mean([len(ids) for ids in vocabulary.encode(lines)]) < 0.5 * np.mean([len(line) for line in lines])
     assert len({tuple(ids) for ids in vocabulary.encode(["1987", "19", "87"])}) == 3
     assert [len(ids) for ids in vocabulary.encode(["1987", "7"])] == [6, 3]  # a digit is a token
@@ -49,11 +50,6 @@ def test_decoding_stops_at_the_end_of_a_sentence(file: Path) -> None:
     vocabulary = Vocabulary.read(file)
     (ids,) = vocabulary.encode(["halb vier"])
     assert vocabulary.decode([[*ids, *ids, PAD, PAD], [BOS, *ids], [EOS], []]) == ["halb vier", "halb vier", "", ""]
-
-
-def test_a_sentence_alone_has_the_tokens_that_it_has_among_many(file: Path, lines: list[str]) -> None:
-    vocabulary = Vocabulary.read(file)
-    assert [vocabulary.encode([line])[0] for line in lines[:200]] == vocabulary.encode(lines[:200])
 
 
 def test_the_same_text_gives_the_same_file(file: Path, lines: list[str], tmp_path: Path) -> None:
