@@ -34,8 +34,9 @@ def picture(
     return Image.fromarray(levels.clip(0, 255).astype(np.uint8))
 
 
-def plain(resize_size: int, crop_size: int) -> TransformSpec:
-    """Normalization that leaves levels in 0..255."""
+def plain(resize_size: int, crop_size: int = 0) -> TransformSpec:
+    """Normalization that leaves levels in 0..255; all of the shorter side is shown where `crop_size` is 0."""
+    crop_size = crop_size or resize_size
     return TransformSpec(resize_size=resize_size, crop_size=crop_size, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 1 / 255))
 
 

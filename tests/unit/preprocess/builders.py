@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from components.common.contracts.transforms import TransformSpec
 from components.preprocess.sources import Source, Unreadable, find_samples
 from tests.conftest import Dataset
 
@@ -37,9 +36,10 @@ def write_tree(root: Path, counts: Mapping[str, int], **options: int) -> Path:
     return root
 
 
-def plain(size: int) -> TransformSpec:
-    """Normalization that leaves pixel values in 0..255."""
-    return TransformSpec(resize_size=size, crop_size=size, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 1 / 255))
+def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    encoded = io.BytesIO()
+    image.save(encoded, kind, **options)
+    return encoded.getvalue()
 
 
 def listing(dataset: Dataset, split: str) -> list[dict[str, Any]]:

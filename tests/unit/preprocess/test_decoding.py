@@ -21,9 +21,10 @@ from components.preprocess.config import PreprocessConfig
 from components.preprocess.decoding import shrink
 from tests.conftest import Dataset, preprocess
 from tests.processes import ROOT, run_python
+from tests.unit.positions import plain
 from tests.unit.refusals import refuses
 
-from .builders import gradient, listing, plain, rejected, write_tree
+from .builders import gradient, listing, rejected, saved, write_tree
 
 SIDE = 24
 MAKE, X_RESOLUTION, ORIENTATION, SOFTWARE = 0x10F, 0x11A, 0x112, 0x131
@@ -86,12 +87,6 @@ def test_more_bad_files_than_may_be_left_out(with_bad_files: Path, tmp_path: Pat
         (root / "val" / name / "x.jpg").write_text("no image")
     with refuses("no-usable-image"):
         preprocess(root, tmp_path / "out", max_bad_fraction=1)
-
-
-def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
-    encoded = io.BytesIO()
-    image.save(encoded, kind, **options)
-    return encoded.getvalue()
 
 
 def exif(orientation: int) -> Image.Exif:

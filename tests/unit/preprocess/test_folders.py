@@ -11,9 +11,10 @@ import pytest
 from components.common.data.loader import Loader
 from components.preprocess.sources import Sample, check_data_folder, local_path, read_sample
 from tests.conftest import preprocess
+from tests.unit.positions import plain
 from tests.unit.refusals import refuses
 
-from .builders import contents, every_path, find, gradient, paths, plain, reasons, rejected, write_tree
+from .builders import contents, every_path, find, gradient, paths, reasons, rejected, write_tree
 
 ODD_NAMES = ("with space", 'quote\'s "double"', "ünïcödé 数字", "-dash", "a;b$(c)&", "comma,semi", "percent%20")
 

@@ -19,7 +19,7 @@ from tests.conftest import Dataset, preprocess, run_step
 from tests.steps import step
 from tests.unit.refusals import refuses
 
-from .builders import archive, gradient, listing, rejected
+from .builders import archive, gradient, listing, rejected, saved
 
 WIDTH, HEIGHT = 64, 48
 CLASSES = ("ground", "cat", "dog")
@@ -248,9 +248,7 @@ def test_bad_masks_are_named_and_the_rest_is_kept(tmp_path: Path) -> None:
     (train / "masks" / "19.png").write_bytes(b"")
     for number, bits in ((20, 2), (21, 4)):
         write_pair(train, number)
-        encoded = io.BytesIO()
-        Image.fromarray(mask_of(1) % 2).convert("P").save(encoded, "PNG", bits=bits)
-        png = bytearray(encoded.getvalue())
+        png = bytearray(saved(Image.fromarray(mask_of(1) % 2).convert("P"), "PNG", bits=bits))
         png[25] = 0  # gray: Pillow scales its values, and not the numbers of a palette
         png[29:33] = zlib.crc32(png[12:29]).to_bytes(4)
         (train / "masks" / f"{number}.png").write_bytes(png)

@@ -18,9 +18,10 @@ from components.common.dataset.shards import THUMBNAIL_SIDE
 from components.preprocess.decoding import gray_thumbnail
 from enginery.datasets.textures import texture_image
 from tests.conftest import preprocess, run_step
+from tests.unit.positions import plain
 from tests.unit.refusals import refuses
 
-from .builders import listing, plain, rejected
+from .builders import listing, rejected, saved
 from .test_parts import join
 
 NUM_IMAGES = 120
@@ -31,9 +32,7 @@ def texture(number: int) -> Image.Image:
 
 
 def jpeg(image: Image.Image, quality: int = 90) -> bytes:
-    encoded = io.BytesIO()
-    image.save(encoded, "JPEG", quality=quality)
-    return encoded.getvalue()
+    return saved(image, "JPEG", quality=quality)
 
 
 CHANGES: dict[str, Callable[[Image.Image], bytes]] = {

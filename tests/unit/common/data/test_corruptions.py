@@ -8,14 +8,13 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from components.common.contracts.transforms import TransformSpec
 from components.common.data.corruptions import CORRUPTIONS, Corruption
 from components.common.data.loader import Loader
 from tests.conftest import Dataset, preprocess
+from tests.unit.positions import plain
 
 NUM_VAL, SIDE = 11, 64
-# Normalization that leaves levels in 0..255.
-SPEC = TransformSpec(resize_size=72, crop_size=SIDE, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 1 / 255))
+SPEC = plain(72, SIDE)
 
 
 @pytest.fixture(scope="module")

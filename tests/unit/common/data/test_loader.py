@@ -2,7 +2,6 @@
 
 import colorsys
 import hashlib
-import json
 import multiprocessing
 import os
 import shutil
@@ -26,12 +25,12 @@ from components.common.data.dali_pipelines import decoder_options, evaluation_pi
 from components.common.data.loader import Batch, EpochPlan, Loader, OwnedOutputs, Watchdog, plan_training
 from components.common.runtimes.runner import to_numpy
 from tests.conftest import Dataset, preprocess
-from tests.unit.positions import picture
+from tests.unit.positions import picture, plain
+from tests.unit.preprocess.builders import listing
 from tests.unit.refusals import refuses
 
 NUM_TRAIN, NUM_VAL = 53, 37
-# Normalization that leaves pixel values in 0..255, so that colours can be read back.
-PLAIN = TransformSpec(resize_size=32, crop_size=32, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 1 / 255))
+PLAIN = plain(32)  # so that colours can be read back
 DIGITS = transform_for(32, resize_ratio=1.0)
 # Height and width of the pictures of the parity test: wider and higher, exact and fractional, smaller than 256.
 SIZES = [(300, 400), (375, 500), (500, 333), (256, 256), (640, 427), (257, 700), (200, 180), (1024, 768), (240, 300)]
@@ -51,10 +50,6 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return preprocess(root / "images", root / "dataset")
 
 
-def listed(dataset: Dataset, split: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in dataset.file(f"{split}.jsonl").read_text().splitlines()]
-
-
 def contents(batch: Batch) -> list[int]:
     """The numbers of these images. Checks that split and class agree with the labels on the way."""
     images = to_numpy(batch.images)
@@ -70,7 +65,7 @@ def contents(batch: Batch) -> list[int]:
     [(1, 1), (1, 8), (1, 36), (1, 37), (1, 64), (2, 8), (3, 5), (7, 1), (NUM_VAL, 4), (NUM_VAL + 3, 2)],
 )
 def test_ranks_evaluate_each_image_once_in_order(colours: Dataset, num_shards: int, batch_size: int) -> None:
-    entries = listed(colours, "val")
+    entries = listing(colours, "val")
     expected = [(int(Path(entry["path"]).stem), entry["label"]) for entry in entries]
     assert sorted(index for index, _ in expected) == list(range(NUM_VAL))
     seen: list[tuple[int, int]] = []
@@ -162,11 +157,11 @@ def test_an_image_that_is_damaged_or_that_dali_refuses(colours: Dataset, tmp_pat
     data = bytearray(shard.read_bytes())
     data[member.offset_data : member.offset_data + member.size] = bytes(member.size)  # the size stays: load passes
     shard.write_bytes(data)
-    entry = listed(colours, split)[3]
+    entry = listing(colours, split)[3]
     if is_listed:  # as if it was packed so
         text = (copy / f"{split}.jsonl").read_text()
-        listing = text.replace(entry["sha256"], hashlib.sha256(bytes(member.size)).hexdigest())
-        (copy / f"{split}.jsonl").write_text(listing)
+        changed = text.replace(entry["sha256"], hashlib.sha256(bytes(member.size)).hexdigest())
+        (copy / f"{split}.jsonl").write_text(changed)
     options: dict[str, Any] = {"augmentation": Augmentation()} if split == "train" else {}
     with refuses("undecodable-dataset" if is_listed else "damaged-dataset") as caught:
         list(Loader(load(copy, DatasetManifest), split, PLAIN, batch_size=8, **options))
@@ -186,7 +181,7 @@ def test_a_block_of_zeros_over_samples(colours: Dataset, tmp_path: Path) -> None
     data = bytearray(shard.read_bytes())
     data[third.offset : third.offset + 4096] = bytes(4096)
     shard.write_bytes(data)
-    with refuses("damaged-dataset", says=f"samples are gone, such as that of {listed(colours, 'val')[2]['path']}"):
+    with refuses("damaged-dataset", says=f"samples are gone, such as that of {listing(colours, 'val')[2]['path']}"):
         list(Loader(load(copy, DatasetManifest), "val", PLAIN, batch_size=8))
 
 
@@ -235,7 +230,7 @@ def test_evaluation_is_torchvisions(
     folder, dataset = pictures
     spec = transform_for(image_size, resize_ratio=ratio, interpolation=interpolation)
     delivered = torch.cat([batch.images for batch in Loader(dataset, "val", spec, batch_size=4)])  # [N, 3, crop, crop]
-    files = [folder / entry["path"] for entry in listed(dataset, "val")]
+    files = [folder / entry["path"] for entry in listing(dataset, "val")]
     differences = (delivered - torchvisions(spec, files)).abs() * (255 * torch.tensor(spec.std)[:, None, None])
     assert len(differences) == len(SIZES)
     for file, difference in zip(files, differences, strict=True):

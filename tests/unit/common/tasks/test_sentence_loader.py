@@ -19,6 +19,7 @@ from components.common.tasks.translation.batches import LENGTH_STEP, SentenceLoa
 from components.common.tasks.translation.vocabulary import BOS, EOS, PAD, Vocabulary, train_vocabulary
 from enginery.datasets.phrases import phrase_pair
 from tests.conftest import Dataset
+from tests.unit.common.data.test_loader_resume import same
 from tests.unit.refusals import refuses
 
 Pairs = dict[str, list[tuple[str, str]]]
@@ -65,10 +66,6 @@ def dataset(pairs: Pairs, tmp_path: Path) -> Dataset:
 def train(dataset: Dataset, **options: Any) -> SentenceLoader:
     given = {"batch_size": BATCH_SIZE, "batches_per_step": PER_STEP, "seed": 3, "num_shards": NUM_SHARDS}
     return SentenceLoader(dataset, "train", training=True, **{**given, **options})
-
-
-def same(first: Batch, second: Batch) -> bool:
-    return torch.equal(first.images, second.images) and torch.equal(first.labels, second.labels)
 
 
 def sentences(dataset: Dataset, batch: Batch) -> list[tuple[str, str]]:
