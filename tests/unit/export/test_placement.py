@@ -85,7 +85,7 @@ def quantized(onnx_of):
 
 
 @pytest.mark.parametrize(("name", "convs", "gemms", "adds", "pools"), NETWORKS)
-def test_what_is_quantized_in_a_network(quantized, onnx_of, name, convs, gemms, adds, pools):
+def test_what_is_quantized_in_a_network_and_by_which_scales(quantized, onnx_of, name, convs, gemms, adds, pools):
     graph, float_model = quantized(name), onnx.load(onnx_of(name))
     counts = collections.Counter(node.op_type for node in graph.nodes)
     assert (counts["Conv"], counts["Gemm"], counts["Add"]) == (convs, gemms, adds)
@@ -105,11 +105,6 @@ def test_what_is_quantized_in_a_network(quantized, onnx_of, name, convs, gemms, 
     producers = {output: node.op_type for node in float_model.graph.node for output in node.output}
     assert not {producers.get(tensor) for tensor in tensors} & {"MaxPool", "Flatten", "Reshape"}  # they keep the scale
     assert tensors[0] == "images" == graph.pair(graph.of_type("Conv")[0].input[0])[0].input[0]
-
-
-@pytest.mark.parametrize(("name", "convs", "gemms", "adds", "pools"), NETWORKS)
-def test_weights_and_scales_of_a_network(quantized, onnx_of, name, convs, gemms, adds, pools):
-    graph, float_model = quantized(name), onnx.load(onnx_of(name))
     float_weights = {tensor.name: numpy_helper.to_array(tensor) for tensor in float_model.graph.initializer}
     weights_of = {node.name: node.input[1] for node in float_model.graph.node if len(node.input) > 1}
     for node in graph.of_type("Conv", "Gemm"):
