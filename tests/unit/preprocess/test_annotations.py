@@ -544,34 +544,26 @@ def test_without_annotations_or_objects(tmp_path: Path) -> None:
         packed(tmp_path / "data", tmp_path / "x")
 
 
-def test_a_category_of_two_names_is_refused_and_entries_given_twice_are_one(tmp_path: Path) -> None:
+def test_entries_given_twice_are_one_and_categories_that_objects_have_differ_in_id_and_name(tmp_path: Path) -> None:
     write_images(tmp_path / "data", "abcd")
     content = coco("abcd")
     content["images"].append(content["images"][0])
     content["categories"].append(content["categories"][0])
-    file = tmp_path / "data" / "annotations.json"
+    content["categories"].insert(0, {"id": 0, "name": "dog", "supercategory": "none"})  # no object's, as Roboflow does
+    file = tmp_path / "data" / "_annotations.coco.json"
     file.write_text(json.dumps(content), encoding="utf-8")
-    dataset = packed(tmp_path / "data", tmp_path / "x")
-    assert objects(dataset) == {name: [list(box) for box in boxes] for name, boxes in OBJECTS.items()}
-    assert not rejected(dataset.path)
-    content["categories"].append({"id": 10, "name": "bird"})
-    file.write_text(json.dumps(content), encoding="utf-8")
-    with refuses("other-classes"):
-        packed(tmp_path / "data", tmp_path / "y")
-
-
-def test_a_category_that_no_object_has_may_have_the_name_of_one(tmp_path: Path) -> None:
-    write_images(tmp_path / "data", "abcd")
-    content = coco("abcd")
-    content["categories"].insert(0, {"id": 0, "name": "dog", "supercategory": "none"})  # as Roboflow writes it
-    (tmp_path / "data" / "_annotations.coco.json").write_text(json.dumps(content), encoding="utf-8")
     dataset = packed(tmp_path / "data", tmp_path / "x")
     assert dataset.manifest.classes == CLASSES
-    assert sum(len(boxes) for boxes in objects(dataset).values()) == sum(map(len, OBJECTS.values()))
-    content["annotations"][0]["category_id"] = 0
-    (tmp_path / "data" / "_annotations.coco.json").write_text(json.dumps(content), encoding="utf-8")
-    with refuses("duplicate-class-names"):
-        packed(tmp_path / "data", tmp_path / "y")
+    assert objects(dataset) == {name: [list(box) for box in boxes] for name, boxes in OBJECTS.items()}
+    assert not rejected(dataset.path)
+    first, *others = content["annotations"]
+    for code, changed in (
+        ("other-classes", {"categories": [*content["categories"], {"id": 10, "name": "bird"}]}),
+        ("duplicate-class-names", {"annotations": [{**first, "category_id": 0}, *others]}),
+    ):
+        file.write_text(json.dumps({**content, **changed}), encoding="utf-8")
+        with refuses(code):
+            packed(tmp_path / "data", tmp_path / code)
 
 
 def test_without_objects_the_reason_that_files_were_refused_for_is_named(tmp_path: Path) -> None:
