@@ -30,8 +30,8 @@ def fetch(source: str, directory: Path, digest: str) -> None:
     """Fetch an artifact, such as a model repository or a release, into the new folder DIR, and check every file.
 
     SOURCE is a folder, a URI such as s3://bucket/path, or oci://registry/repository with :TAG or @sha256:... behind it;
-    the latter needs no --digest. Files that the artifact's manifest does not list are left out. Where DIR holds the
-    right artifact already, nothing is done.
+    the latter needs no --digest. Files that the artifact's manifest does not list are left out. With --digest nothing
+    is done where DIR holds the right artifact already.
     """
     from enginery.release.fetch import fetch as bring
 

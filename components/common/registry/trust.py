@@ -568,7 +568,7 @@ def _reason(error: BaseException) -> str:
     """The words of a library's error, or those of its cause."""
     if isinstance(error, ValidationError):
         return first_problem(error)
-    return shortened(str(error).strip() or f"{type(error).__name__} {error.__cause__ or ''}", 500)
+    return shortened(str(error).strip().rstrip(".") or f"{type(error).__name__} {error.__cause__ or ''}", 500)
 
 
 def sign_verdict(digests: Mapping[str, str], passed: bool, key: Any) -> bytes:
