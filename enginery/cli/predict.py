@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,7 +168,7 @@ def _named_images(images: Sequence[str]) -> Iterator[tuple[str, Callable[[], byt
     for name in images:
         path = Path(name)
         if name == _STDIN:
-            yield "standard input", lambda: _not_empty(sys.stdin.buffer.read())
+            yield "standard input", cache(lambda: _not_empty(sys.stdin.buffer.read()))
         elif path.is_dir():
             yield from ((str(file), _reader(file)) for file in find_images(path))
         elif path.exists():
@@ -235,7 +236,7 @@ def _draw(
     from components.common.data.image_files import rgb
 
     for number, ((name, read), answer) in enumerate(zip(named, answers, strict=True), 1):
-        if not isinstance(answer, dict) or name == "standard input":
+        if not isinstance(answer, dict):
             continue
         file = picture / f"{number:04d}-{Path(name).stem}.png" if picture.is_dir() else picture
         encoded = io.BytesIO()

@@ -86,6 +86,8 @@ def test_predict_writes_json_and_pictures(masks: Running, files: list[Path], tmp
     assert mask_of(results[-1]).shape == (64, 64)
     assert results[0]["classes"][0] in enginery("predict", names[0], *url, "--picture", tmp_path / "one.png").output
     assert Image.open(tmp_path / "one.png").size == (64, 64)
+    enginery("predict", "-", *url, "--picture", tmp_path / "stdin.png", stdin=files[0].read_bytes())
+    assert (tmp_path / "stdin.png").read_bytes() == (tmp_path / "one.png").read_bytes()
     for images, name in ((names[:1], "p.txt"), (names[:1], "p.jpg"), (names[:2], "p.png")):
         with refuses("no-output", "--picture"):
             enginery("predict", *images, *url, "--picture", tmp_path / name)
