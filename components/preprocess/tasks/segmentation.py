@@ -58,7 +58,7 @@ def _read_mask(sample: Sample, size: tuple[int, int], storage: Storage) -> _Mask
     if not unknown:
         return values, num_classes, 1, []
     values[(values >= num_classes)] = VOID
-    which = ", ".join(f"{value} ({100 * shares[value]:.2g} %)" for value in unknown)
+    which = ", ".join(f"{value} ({100 * shares[value]:.3g} %)" for value in unknown)
     return values, num_classes, 1, [(path, f"values that are no class, taken for void: {which} of the pixels", True)]
 
 
