@@ -32,7 +32,7 @@ class ExportConfig(StepConfig):
         "auto",
         description="How a tensor's INT8 range follows from its histogram: "
         + ", ".join(f"{name} {method.text}" for name, method in CALIBRATION_METHODS.items())
-        + "; auto measures all and takes the one that agrees most with FP32, of those within the gate's top-1 limits "
+        + "; auto measures all and takes the one that agrees most with FP32, of those within the gate's score limits "
         "where there are any.",
     )
     num_calibration_images: int = Field(
@@ -47,7 +47,7 @@ class ExportConfig(StepConfig):
         description="Other training images, on which calibrations and fallbacks are measured; 0 measures nothing.",
     )
     fallback: bool = Field(
-        True, description="Keep the fewest layers out of INT8 that bring the model within the gate's top-1 limits."
+        True, description="Keep the fewest layers out of INT8 that bring the model within the gate's score limits."
     )
     num_ranking_images: int = Field(
         64, ge=0, description="Calibration images on which each layer's cost in INT8 is measured; 0 for no ranking."
@@ -66,7 +66,7 @@ class ExportConfig(StepConfig):
     )
     gate: Thresholds = Field(
         Thresholds(),
-        description="The gate's thresholds; the top-1 limits are the budget of INT8. In a pipeline they are those of "
+        description="The gate's thresholds; the score limits are the budget of INT8. In a pipeline they are those of "
         "gate.",
     )
     opt_batch: int = Field(
@@ -88,7 +88,7 @@ class ExportConfig(StepConfig):
         ge=2,
         le=FP16_MANTISSA_BITS,
         description="Mantissa bits that the weights of the FP16 engine keep, of 10. With fewer, a GPU whose board is "
-        "at its power limit can run faster; top-1 may change, which is measured.",
+        "at its power limit can run faster; the score may change, which is measured.",
     )
     optimization_level: int = Field(3, ge=0, le=5, description="TensorRT's effort: 0 builds fastest, 5 runs fastest.")
     workspace_bytes: int = Field(4 << 30, ge=1 << 20, description="Scratch memory a TensorRT layer may use, in bytes.")

@@ -26,7 +26,7 @@ class PromoteConfig(StepConfig):
         0.0,
         ge=0,
         le=100,
-        description="How much less top-1 than the present champion's a new champion may have, in percentage points.",
+        description="How much lower a new champion's score may be than the present one's, in percentage points.",
     )
     why: str = Field("", max_length=300, description="Reason for the audit log, before the one found by comparing.")
 

@@ -221,6 +221,7 @@ def test_help_lists_every_input_and_every_setting_with_its_default(name: str) ->
             assert (field.description or "?")[:30] in text[position : position + 400]
             settings += 1
     assert settings > 25
+    assert text.count("top-1") == text.count("(top-1, mIoU, mAP)")  # steps are of all tasks
 
 
 @pytest.mark.parametrize(
