@@ -578,8 +578,8 @@ def _check_varies(answers: np.ndarray, last: onnx.NodeProto | None, source: Path
     may_saturate = last is not None and last.op_type in ("Softmax", "Sigmoid", "HardSigmoid")
     if (answers[0] == answers[1]).all() and not (may_saturate and np.isin(answers, (0, 1)).all()):
         raise UserError(
-            f"{source}: gives the same answers to different images, so it does not look at them: its weights were not "
-            "saved, or a layer's outputs are all zero. Export or save the trained model again.",
+            f"{source}: gives the same answers to different images, so it does not look at them: its training was too "
+            "short, its weights were not saved, or a layer's outputs are all zero. Train it longer or export it again.",
             code="constant-answers",
         )
 
