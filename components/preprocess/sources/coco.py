@@ -68,10 +68,9 @@ def coco(tree: Tree, files: Mapping[str, File], *, with_outlines: bool = False) 
                 images[file.path] = (file, split, _CocoImage(content.objects, own, firsts, size))
         shared += [(path, name, key) for name, key in content.twice.items()]
         if unlisted := places.keys() - content.images.keys():
-            what = "annotations of an image" if len(unlisted) == 1 else f"annotations of {len(unlisted):,} images"
-            number = sum(len(places[key]) for key in unlisted)
+            number, of = sum(len(places[key]) for key in unlisted), len(unlisted)
             refused[f"{path}: image {quoted(min(unlisted, key=str))}"] = (
-                f"{what} that the file does not list: {number:,}"
+                f"{number:,} annotation{'s' * (number > 1)} of {of:,} image{'s' * (of > 1)} that the file does not list"
             )
     if not classes and any(len(content.objects) for content in parsed.values()):
         raise _no_coco(shown(tree.name, next(iter(parsed))), "it lists no categories, which annotations name by id")
