@@ -15,7 +15,7 @@ from pydantic import Field
 
 from components.common.contracts.environment import utc_now
 from components.common.contracts.errors import EngineryError, UserError, shortened
-from components.common.contracts.manifests import MANIFEST, RepositoryManifest, file_problem, load
+from components.common.contracts.manifests import MANIFEST, RepositoryManifest, check_task, file_problem, load
 from components.common.contracts.records import FileEntry, Precision, Record
 from components.common.data.baseline import (
     MAX_IMAGES,
@@ -42,6 +42,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _MAX_METRICS_BYTES = 16 << 20
 _MAX_EXAMPLE_BYTES = 1 << 20
 _NUM_EXAMPLES = 3  # of a statistic
+_OTHER_TASK = "drift is of a classifier's answers, so name one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +115,11 @@ def find_baseline(text: str, precision: Precision | None) -> ServedBaseline:
         if precision not in (None, repository.precision):
             message = f"{folder} holds {repository.precision.upper()} alone; drop --precision"
             raise UserError(message, code="no-such-precision", setting="--precision")
+        check_task(f"the repository {folder}", repository.task, "classification", _OTHER_TASK)
         return _opened(folder, repository.files, repository.name, repository.precision, repository.classes)
     with find_source(text, precision) as source:
         label = f"{source.name} version {source.version}" if source.version else source.name
+        check_task(f"the model {label}", source.bundle.manifest.task, "classification", _OTHER_TASK)
         path, files = (source.report.path, source.report.manifest.files) if source.report else (folder, {})
         return _opened(path, files, label, source.precision, source.bundle.manifest.classes)
 
@@ -127,8 +130,8 @@ def _opened(
     file = baseline_file(precision)
     if file not in files:
         raise UserError(
-            f"{name} has no baseline of {precision.upper()}: it translates, or was not validated, or by an enginery "
-            "before 0.2. Validate and promote a model of images again, and serve that version",
+            f"{name} has no baseline of {precision.upper()}: it was not validated, or by an enginery before 0.2. "
+            "Validate and promote it again, and serve that version",
             code="no-baseline",
         )
     entry = files[file]
