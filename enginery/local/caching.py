@@ -230,7 +230,7 @@ class StepCache:
                 "step": step,
                 "source": source_digest(step),
                 "config": config,
-                "constants": self._constants(task),
+                "inputs": self._inputs(task),
                 "contents": contents,
                 "upstream": {name: self.keys[name] for name in self._before(task)},
                 "libraries": {name: here.versions.get(name) for name in libraries},
@@ -238,14 +238,16 @@ class StepCache:
             }
         )
 
-    def _constants(self, task: str) -> dict[str, str]:
-        """Inputs of a task that the pipeline itself gives, such as what images are labelled for."""
-        inputs = self._tasks[task].inputs.parameters.items()
-        return {
-            name: value.runtime_value.constant.SerializeToString(deterministic=True).hex()
-            for name, value in sorted(inputs)
-            if value.WhichOneof("kind") == "runtime_value"
-        }
+    def _inputs(self, task: str) -> dict[str, str]:
+        """Constants of the pipeline, such as what images are labelled for, and its plain inputs, but for paths."""
+        found = {}
+        for name, value in sorted(self._tasks[task].inputs.parameters.items()):
+            source = value.component_input_parameter
+            if value.WhichOneof("kind") == "runtime_value":
+                found[name] = value.runtime_value.constant.SerializeToString(deterministic=True).hex()
+            elif source in self.file.plain_inputs() and source not in (*_PATH_SETTINGS, "model"):
+                found[name] = repr(self.arguments[source])
+        return found
 
     def _config(self, step: str) -> dict[str, Any]:
         plain = {name: self.arguments[name] for name in self.file.plain_inputs() if step in self.file.owners(name)}

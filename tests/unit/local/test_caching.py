@@ -103,6 +103,23 @@ def test_the_same_data_labelled_for_another_task_is_packed_again(data: Path, tmp
     assert len(keys) == 3
 
 
+def test_inputs_of_a_pipeline_of_ones_own_are_in_the_key(data: Path, tmp_path: Path) -> None:
+    source = (ROOT / "pipelines/quantize.py").read_text()
+    source = source.replace("    num_calibration_images: int", "    number: int")
+    source = source.replace("=num_calibration_images,", "=number,")
+    (tmp_path / "quantize.py").write_text(source)
+    (tmp_path / "model.onnx").touch()
+    file = load_pipeline(tmp_path / "quantize.py")
+    keys = []
+    for number in ("100", "200"):
+        flags = {"data": str(data), "model": str(tmp_path / "model.onnx"), "number": number}
+        arguments = resolve_arguments(file, config_file=None, flags=flags, assignments=())
+        cache = StepCache(file=file, arguments=arguments, runs=tmp_path / "runs")
+        cache.enable()
+        keys.append(cache.keys)
+    assert [task for task in keys[0] if keys[0][task] != keys[1][task]] == ["export-own", "validate", "gate"]
+
+
 def test_data_may_move_but_not_change(cached: Cached, data: Path, tmp_path: Path) -> None:
     before, moved = cached(), tmp_path / "elsewhere"
     shutil.copytree(data, moved)
