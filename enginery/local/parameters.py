@@ -37,22 +37,7 @@ STEP_ORDER = ("preprocess", "merge", *(step for step in STEP_CONFIGS if step != 
 
 _PIPELINES = Path(__file__).resolve().parents[2] / "pipelines"  # enginery's own pipeline files
 _CONFIGS = _PIPELINES / "configs"
-# The steps that a plain pipeline input sets, in the order in which a pipeline that lacks one falls to the next.
-_OWNERS: dict[str, tuple[str, ...]] = {
-    "data": ("preprocess",),
-    "architecture": ("train", "export"),
-    "image_size": ("train", "export"),
-    "epochs": ("train",),
-    "global_batch_size": ("train",),
-    "learning_rate": ("train",),
-    "calibration_method": ("export",),
-    "num_calibration_images": ("export",),
-    "num_selection_images": ("export",),
-    "max_drop_points": ("gate",),
-    "latency_budget": ("validate",),
-    "registered_model": ("promote",),
-    "seed": ("preprocess", "train"),
-}
+_SHARED = ("architecture", "image_size", "seed")  # settings of one name and meaning in several steps
 _DESCRIPTIONS = {
     "model": "Your model: .onnx, weights (.safetensors, .pt, .pth) of --architecture, a Checkpoint directory, or a "
     "Bundle directory, of which only engines are built.",
@@ -107,9 +92,11 @@ class PipelineFile:
         return self.inputs[step].default or {}
 
     def owners(self, parameter: str) -> list[str]:
-        """The steps of this pipeline that a plain input sets."""
-        steps = _OWNERS.get(parameter, ()) if parameter in self.inputs else ()
-        return [step for step in steps if step in self.inputs]
+        """The steps of this pipeline that have a plain input as a setting."""
+        if parameter not in self.plain_inputs():
+            return []
+        steps = [step for step in self.steps if parameter in STEP_CONFIGS[step].model_fields]
+        return steps if len(steps) == 1 or parameter in _SHARED else []
 
     def field(self, parameter: str) -> FieldInfo | None:
         """The config field that a plain input sets, of the first of its steps."""

@@ -251,6 +251,18 @@ def test_inputs_of_a_pipeline_of_ones_own_get_the_type_they_declare(tmp_path: Pa
         resolve_arguments(file, config_file=None, flags={"number": "five"}, assignments=[])
 
 
+def test_an_input_named_as_a_setting_of_one_step_is_that_setting(tmp_path: Path) -> None:
+    source = (ROOT / "pipelines/quantize.py").read_text()
+    added = '    latency_budget: str = "",\n    num_ranking_images: int = 64,\n'
+    (tmp_path / "own.py").write_text(source.replace('    latency_budget: str = "",\n', added))
+    file = load_pipeline(tmp_path / "own.py")
+    assert file.owners("num_ranking_images") == ["export"]
+    assert pipeline().owners("num_ranking_images") == []
+    flags = {"data": "a", "model": "b", "num_ranking_images": "-1"}
+    with refuses("invalid-setting", "export.num_ranking_images"):
+        resolve_arguments(file, config_file=None, flags=flags, assignments=[])
+
+
 def test_the_file_comes_first() -> None:
     """The options are known only from the file."""
     result = enginery("run", "--in-containers", "pipelines/resnet50.py")
