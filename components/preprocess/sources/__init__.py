@@ -71,6 +71,8 @@ class Kind:
     """Lists the samples of a path or URI, with an empty folder for what must be fetched or decompressed."""
     is_table: bool = False
     """True if it names images that lie beside it."""
+    has_classes: bool = False
+    """True if it names one class for each image, and so is for no other task."""
     is_compressed: bool = False
     """True if all of it must be read to list it."""
 
@@ -97,8 +99,8 @@ KINDS = (
         is_compressed=True,
     ),
     Kind(suffixes=(".zip",), list_samples=zip_source),
-    Kind(suffixes=(".csv",), list_samples=partial(table_source, csv_rows), is_table=True),
-    Kind(suffixes=(".parquet",), list_samples=partial(table_source, parquet_rows), is_table=True),
+    Kind(suffixes=(".csv",), list_samples=partial(table_source, csv_rows), is_table=True, has_classes=True),
+    Kind(suffixes=(".parquet",), list_samples=partial(table_source, parquet_rows), is_table=True, has_classes=True),
 )
 
 
@@ -189,8 +191,8 @@ def find_samples(
     check_data_folder(data, task)
     names = read_class_names(Path(class_names_file)) if class_names_file else None
     kind = kind_of(data)
-    if kind.is_table and not TASKS[task].classifies:
-        message = f"{data} is a table, which has one class per image; for {task} {labels_of(task).wanted}"
+    if kind.has_classes and not TASKS[task].classifies:
+        message = f"{data} names one class per image; for {task} {labels_of(task).wanted}"
         raise UserError(message, code="no-annotations", setting="data")
     options = Options(names=names, val_fraction=val_fraction, seed=seed, of_tree=labels_of(task).list_samples)
     source = kind.list_samples(data, scratch, options)
