@@ -116,7 +116,7 @@ lock: $(INSTALLED) ## Write constraints.txt again from pyproject.toml, with the 
 	sed -i '1i # Pins for `pip install -c`: one set for Python 3.11 to 3.13, all extras. Written by `make lock`.' constraints.txt
 
 golden: $(INSTALLED_DEV) ## Write the golden files of the tests again; read the diff before you commit it
-	$(PYTEST) tests/pipelines tests/unit/serving/test_model_config.py tests/unit/validate/test_forms.py --update-golden $(ARGS)
+	$(PYTEST) tests/pipelines/test_golden.py tests/unit/serving/test_model_config.py tests/unit/validate/test_forms.py --update-golden $(ARGS)
 	$(PYTEST) tests/helm -m "not cluster and not slow" --update-golden
 	$(BIN)/python -m components.validate.schema > docs/schemas/report.schema.json
 
