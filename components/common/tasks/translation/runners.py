@@ -164,6 +164,7 @@ def open_translator(
 
     Raises:
         RuntimeUnavailable: nothing here does, or not the runtime that `option` names.
+        UserError: that runtime runs no translators.
     """
     models, text = bundle.manifest.models, bundle.manifest.text_spec
     runtime, unused = choose_runtime(bundle, option)
@@ -174,6 +175,12 @@ def open_translator(
         network = open_plans(files, bundle.manifest.engines, text.max_tokens)
     elif precision not in models or precision == "fp16":
         raise RuntimeUnavailable(f"no file of {precision.upper()} for CPUs", code="no-such-precision")
+    elif option not in ("auto", OpenVinoNetwork.runtime):
+        raise UserError(
+            f"the runtime {option} runs no translators; set runtime to auto, tensorrt or openvino",
+            code="unknown-runtime",
+            setting="runtime",
+        )
     else:
         files = [bundle.file(models[name]) for name in names]
         network = OpenVinoNetwork(*files)
