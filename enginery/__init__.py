@@ -93,7 +93,7 @@ def load_model(model: str | Path, *, runtime: str = "auto") -> "BundleModel | Te
 
     Args:
         model: NAME@alias, NAME/3, or the folder of a release or of a bundle.
-        runtime: "auto", "tensorrt" or "openvino".
+        runtime: "auto", or a name of `components.common.runtimes.RUNTIME_OPTIONS`.
 
     Raises:
         components.common.contracts.errors.UserError: it means nothing that can be loaded.

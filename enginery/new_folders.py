@@ -75,7 +75,7 @@ def new_folder(output: Path, what: str) -> Iterator[Path]:
 
 @contextmanager
 def temporary_folder(output: Path) -> Iterator[Path]:
-    """A folder beside `output`, locked, which goes at the end if it still is there. What killed processes left goes."""
+    """A locked folder beside `output`, removed at the end unless it was renamed; those of killed processes go first."""
     _remove_left(output)
     temporary = output.with_name(f".{output.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -104,7 +104,7 @@ def finish(folder: Path, output: Path) -> None:
 
 
 _SUFFIX = re.compile(r"\.[0-9a-f]{8}\.tmp")
-_MIN_AGE_S = 60.0  # one that just begins has so long to lock its folder
+_MIN_AGE_S = 60.0  # younger folders stay: their process may not have locked them yet
 
 
 def _remove_left(output: Path) -> None:

@@ -46,11 +46,16 @@ _MIN_SCALES = {TensorProto.FLOAT: MIN_SCALE, TensorProto.FLOAT16: 2.0**-14}
 class _Kernels:
     """Errors of a runtime's INT8 kernels, around which a graph for it is written."""
 
-    rounds_averages: bool = False  # to the codes of what is averaged
-    rounds_concatenated: bool = False  # int8 that convolutions read, to whole numbers; uint8 around 128 it does not
-    scales_twice: bool = False  # outputs of convolutions without a bias that several nodes read, at any batch size
-    mixes_up_channels: bool = False  # of scales, behind a Reduce whose axes are gone
-    splits_channels: bool = False  # of scales, where a matrix gets more axes by a Reshape: compiling fails
+    rounds_averages: bool = False
+    """Means are rounded to the codes of their input."""
+    rounds_concatenated: bool = False
+    """Concatenated int8 tensors that convolutions read are rounded to whole numbers; uint8 around 128 is not."""
+    scales_twice: bool = False
+    """Outputs of convolutions without a bias are scaled twice where several nodes read them."""
+    mixes_up_channels: bool = False
+    """Scales of wrong channels are taken behind a Reduce that drops its axes."""
+    splits_channels: bool = False
+    """A Reshape that gives a matrix more axes can't be compiled behind scales per channel."""
 
 
 _KERNELS = {

@@ -18,12 +18,12 @@ _PIXELS_OF_THUMBNAIL = 25_000  # about: a thumbnail of all pixels of a photograp
 class PixelSums:
     """Exact sums: of how often each of the 256 values occurs in each channel.
 
-    Of an image with 40,000 pixels or more, those on a regular grid are counted, at least 10,000, each for all that it
-    stands for. Smaller images are counted in full.
+    Of an image with 40,000 pixels or more, those on a regular grid are counted, at least 10,000, each with the weight
+    of the pixels that it represents. Smaller images are counted in full.
     """
 
     def __init__(self) -> None:
-        # By how many pixels one stands for, [3 x 256]: how often each value occurs.
+        # By weight, [3 x 256]: how often each value occurs.
         self._counts: dict[int, list[int]] = {}
         self.num_pixels = 0
 

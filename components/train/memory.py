@@ -100,7 +100,7 @@ def _fits(batch_size: int, config: TrainConfig, world: World, num_classes: int) 
     try:
         _train_a_little(batch_size, config, world, num_classes)
     except (ValueError, RuntimeError, MemoryError) as error:
-        # Of ValueError: BatchNorm can't do with a single number per channel.
+        # ValueError: BatchNorm refuses a single value per channel.
         if not isinstance(error, ValueError) and not is_out_of_memory(error):
             raise
         fits = False
@@ -115,7 +115,7 @@ def _train_a_little(batch_size: int, config: TrainConfig, world: World, num_clas
     """Steps as training makes them, but for torch.compile, with which they take less memory."""
     device, side = world.device, max((config.image_size, *config.image_sizes))
     model = build_model(config.architecture, num_classes).to(device).to(memory_format=torch.channels_last).train()
-    if config.freeze_backbone:  # what is not trained keeps nothing for the way back
+    if config.freeze_backbone:  # frozen layers keep no activations for the backward pass
         freeze_backbone(model, config.architecture)
         keep_frozen_statistics(model)
     averages = build_ema(model, config)
@@ -125,7 +125,7 @@ def _train_a_little(batch_size: int, config: TrainConfig, world: World, num_clas
     images = torch.zeros(batch_size, side, side, 3, dtype=loaded, device=device).permute(0, 3, 1, 2)
     task = load_task(task_of(config.architecture))
     loss_of = task.loss(config.label_smoothing)
-    # What DistributedDataParallel keeps beside the gradients.
+    # DistributedDataParallel's buckets, as large as the gradients.
     buckets = [torch.empty_like(one) for one in model.parameters() if one.requires_grad] if world.world_size > 1 else []
     for _ in range(_NUM_STEPS):
         optimizer.zero_grad(set_to_none=True)

@@ -44,10 +44,10 @@ def run(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> st
 
 @contextmanager
 def naming_lost_processes() -> Iterator[None]:
-    """Raise an error of what to do where another process of an own torchrun has ended in the middle of training.
+    """Translate the connection error after the end of another process of the user's torchrun.
 
     Raises:
-        EngineryError: instead of the library's error about a connection.
+        EngineryError: a process has ended; its message says what to do.
     """
     try:
         yield

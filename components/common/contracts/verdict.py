@@ -1,6 +1,6 @@
 """The gate: its thresholds, one table of checks, and what to ship. validate reports the verdict, gate acts on it.
 
-A new check is a field of `Thresholds` and an entry of `CHECKS`, both here, and a remedy in
+A new check is a field of `Thresholds` and an entry of `_TABLE`, both here, and a remedy in
 components/validate/report_text.py. Options, reports, verdicts and summaries follow from them.
 """
 
@@ -137,10 +137,12 @@ class CheckSpec:
         unit: Of what is measured and of its threshold.
         setting: The field of `Thresholds` that asks for it; 0 or false does not.
         measure: Judges the evidence by the threshold.
-        kind: "drop" is of the score against FP32, which `confident` wants proved; "accuracy" is what else they tell.
-        reference: What a speed-up is over.
-        is_limit: It holds for a precision by itself, so that one that would replace the judged one is asked, too.
-        is_always_asked: A threshold of 0 is one.
+        kind: "drop": loss of the score against FP32, which `confident` wants proved. "accuracy": all else that is
+            judged without speed and size.
+        reference: The precision that a speed-up compares with.
+        is_limit: True if it compares with no other precision, so that it also applies to one that is recommended
+            instead of the judged one.
+        is_always_asked: True if a threshold of 0 is a limit, and not the absence of one.
     """
 
     name: str

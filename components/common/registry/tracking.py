@@ -46,7 +46,7 @@ RUN_TAG = "enginery.run"  # the local or KFP run's id, by which its runs in MLfl
 _STEP_TAG, _ADOPTED_TAG, _PIPELINE_TAG = "enginery.step", "enginery.adopted", "enginery.pipeline"
 _MAX_PARAM_LENGTH = 500
 _LAST_STEPS = ("promote", "analyze")
-_SETTLE_S = 3.0  # in which steps that begin together have all made a run of their pipeline, of which the oldest stays
+_RACE_S = 3.0  # steps that begin together have all made a run of their pipeline by then; the oldest is kept
 VIEW = "accuracy and verdict"
 # How long one request may take: MLflow's own defaults try for many minutes in silence. The steps inherit these.
 REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
@@ -58,7 +58,7 @@ _REFUSALS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "R
 
 
 def is_unreachable(error: Exception) -> bool:
-    """True if a store's server is gone, overloaded or lets us in no more; False if the request was wrong."""
+    """True if a store's server is gone, overloaded or refuses access; False if the request was wrong."""
     if database_is_gone(error):
         return True
     if isinstance(error, RestException):
@@ -270,12 +270,12 @@ class KfpPipelineRun(StepRun):
     """The run of a pipeline on KFP without its plugin: the first step makes it, and the others find it by its tags."""
 
     def __init__(self, client: MlflowClient, experiment_id: str, name: str, kfp_run: str) -> None:
-        """Find or make it, and have it run: a step may have failed that is tried again."""
+        """Find or make it, and set it to RUNNING: it may have ended with a step that is now tried again."""
         runs = self._find(client, experiment_id, kfp_run)
         if not runs:
             tags = {RUN_TAG: kfp_run, _PIPELINE_TAG: name, "mlflow.source.name": name, "mlflow.user": user_name()}
             made = client.create_run(experiment_id, run_name=f"{name} {kfp_run[:8]}", tags=tags)
-            time.sleep(_SETTLE_S)
+            time.sleep(_RACE_S)
             runs = self._find(client, experiment_id, kfp_run)
             if runs[0].info.run_id != made.info.run_id:  # a step beside this one was faster
                 client.delete_run(made.info.run_id)
@@ -291,7 +291,7 @@ class KfpPipelineRun(StepRun):
         return sorted(found, key=lambda run: (run.info.start_time, run.info.run_id))
 
     def step_ended(self, step: str, status: str, message: str) -> None:
-        """End with a step that failed, or with the last one; whose process was killed is closed then."""
+        """End with a step that failed, or with the last one, which also ends runs of steps that were killed."""
         if status == "FINISHED" and step not in _LAST_STEPS:
             return
         if status == "FINISHED":

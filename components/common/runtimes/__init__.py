@@ -1,4 +1,6 @@
-"""The inference runtimes: one table, from which options, measurements, gates, promotion and serving follow.
+"""The inference runtimes: one table, from which options, measurements, gates and promotion follow.
+
+Servers and translators run TensorRT and OpenVINO alone.
 
 A new runtime is an entry of the table and a module of its name beside this file, which is imported only where the
 runtime is used. The module has `open_model(bundle, precision) -> OpenModel` (see `runner`), and for a runtime that runs

@@ -20,7 +20,7 @@ SURE = 0.3
 _ALIKE_IOU = 0.5  # from which two models' detections are the same
 _NUM_DRAWS = 500  # of mAP, each of which sorts out every detection again; the mean over classes is near normal
 _MAX_ROWS = 1 << 14  # detections that are compared at once
-_HUSHED = -4.6  # logit of 1 %: where neither model is surer, neither says anything
+_MIN_LOGIT = -4.6  # of a score of 1 %: scores that are lower in both models are not compared
 _SPREAD = 0.1  # of an edge, as a share of the object's side: the scale of its Laplace distribution
 
 
@@ -186,19 +186,19 @@ class BoxPredictions(ByDraws, Predictions):
 
     @staticmethod
     def divergence(expected: np.ndarray, actual: np.ndarray) -> float:
-        """See Predictions: a detection is all that is said, and anchors that find nothing are most of the outputs.
+        """See Predictions. [B, A, 8 + classes] each.
 
-        So sums over anchors are divided by the sum of the scores expected. Classes count as Bernoulli distributions.
-        Edges count as Laplace distributions about where they lie, with a scale of a tenth of the object's side, as much
-        as their anchor's largest score. [B, A, 8 + classes] each.
+        Most anchors find nothing, so sums over anchors are divided by the sum of the expected scores. Classes count as
+        Bernoulli distributions. Edges count as Laplace distributions with a scale of a tenth of the object's side,
+        weighted by the largest score of their anchor.
         """
         first, second = expected[..., NUM_BOX_VALUES:], actual[..., NUM_BOX_VALUES:]
-        # not (a and b): NaN says something
-        heard = ~((first <= _HUSHED) & (second <= _HUSHED))
-        one, other = first[heard].astype(np.float64), second[heard].astype(np.float64)
+        # not (a > b or ...): NaN is compared, too
+        compared = ~((first <= _MIN_LOGIT) & (second <= _MIN_LOGIT))
+        one, other = first[compared].astype(np.float64), second[compared].astype(np.float64)
         scores = 1 / (1 + np.exp(-one))
         total = float((scores * (one - other) + np.logaddexp(0, other) - np.logaddexp(0, one)).sum())
-        anchors = heard.any(axis=-1)
+        anchors = compared.any(axis=-1)
         largest = 1 / (1 + np.exp(-first[anchors].max(axis=-1).astype(np.float64)))
         edges, moved = (each[anchors, 4:NUM_BOX_VALUES].astype(np.float64) for each in (expected, actual))
         sides = np.abs(edges[:, :2] + edges[:, 2:]) + 1e-6  # width and height, in sides of the anchor
