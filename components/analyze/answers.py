@@ -10,7 +10,7 @@ from components.common.contracts.manifests import BundleManifest
 from components.common.data.evaluation import most_likely
 from components.common.tasks import TASKS
 from components.common.tasks.answers import Answer, Answers, View, answers_of
-from components.common.tasks.pictures import palette
+from components.common.tasks.drawing import palette
 
 
 class FrameAnswers:

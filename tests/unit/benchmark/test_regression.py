@@ -21,9 +21,9 @@ def compare(tmp_path: Path, after: dict[str, float], name: str = "train.json") -
 
 @pytest.mark.parametrize(("rate", "code"), [(1100.0, 0), (950.0, 0), (949.0, 1)])
 def test_a_fall_of_more_than_5_per_cent_fails(tmp_path: Path, rate: float, code: int) -> None:
-    found, told = compare(tmp_path, {**BEFORE, "train_images_per_s": rate})
+    found, output = compare(tmp_path, {**BEFORE, "train_images_per_s": rate})
     assert found == code
-    assert ("REGRESSION" in told) == bool(code)
+    assert ("REGRESSION" in output) == bool(code)
 
 
 def test_power_and_latency_are_not_compared(tmp_path: Path) -> None:
@@ -31,6 +31,6 @@ def test_power_and_latency_are_not_compared(tmp_path: Path) -> None:
 
 
 def test_nothing_to_compare_is_no_success(tmp_path: Path) -> None:
-    code, told = compare(tmp_path, BEFORE, "engines.json")
+    code, output = compare(tmp_path, BEFORE, "engines.json")
     assert code == 2
-    assert "no rate is in both" in told
+    assert "no rate is in both" in output

@@ -12,7 +12,7 @@ FOLDER = Path(__file__).with_name("inspector")
 CONVOLUTIONS = ["/stem/stem.0/Conv", "/block/block.0/Conv", "/block/block.2/Conv"]
 
 
-def told(name: str) -> list[EngineLayer]:
+def layers_of(name: str) -> list[EngineLayer]:
     return parse_layers((FOLDER / f"tensorrt_8_6_{name}.json").read_text())
 
 
@@ -21,7 +21,7 @@ def layer(precision: str, *nodes: str, kind: str = "CaskConvolution") -> EngineL
 
 
 def test_int8_engine():
-    layers = told("int8")
+    layers = layers_of("int8")
     found = summarize(layers, CONVOLUTIONS, own="INT8", file="int8.layers.json")
     assert (found.num_layers, found.num_reformats) == (8, 1)
     assert found.convolutions == {"INT8": 3}
@@ -32,13 +32,13 @@ def test_int8_engine():
 
 
 def test_tf32_is_told_from_fp32():
-    found = summarize(told("tf32"), CONVOLUTIONS, own="FP32", file="fp32.layers.json")
+    found = summarize(layers_of("tf32"), CONVOLUTIONS, own="FP32", file="fp32.layers.json")
     assert found.convolutions == {"TF32": 2, "FP32": 1}
     assert found.exceptions == {"/block/block.0/Conv": "TF32", "/block/block.2/Conv": "TF32"}
 
 
 def test_a_convolution_fused_with_its_pooling_has_no_kernel_name():
-    layers = told("fused_pooling")
+    layers = layers_of("fused_pooling")
     assert layers[1].nodes == ("/conv1/Conv", "/relu/Relu", "/maxpool/MaxPool")
     assert [layer.precision for layer in layers] == ["", "INT8", "INT8"]
 
@@ -84,10 +84,10 @@ def test_without_metadata_the_name_tells_the_nodes():
     assert [layer.nodes for layer in found] == [("/a/Conv", "/a/Relu"), ()]
 
 
-@pytest.mark.parametrize("told", ["", "no JSON", "{}", "[]", '{"Layers": null}', '{"Layers": [{"Inputs": ["x"]}]}'])
-def test_what_no_known_version_says(told):
+@pytest.mark.parametrize("content", ["", "no JSON", "{}", "[]", '{"Layers": null}', '{"Layers": [{"Inputs": ["x"]}]}'])
+def test_what_no_known_version_says(content):
     with pytest.raises(UnreadableLayers, match="what the engine inspector says can't be read"):
-        parse_layers(told)
+        parse_layers(content)
 
 
 def test_summary():

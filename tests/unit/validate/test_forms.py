@@ -145,24 +145,24 @@ def check_same(report: Report, page: str, card: str) -> None:
     """Check that page and card say the same."""
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
-    seen, told = Page(page), card_says(card)
-    told = {heading.removeprefix("timm/some_net: "): rows for heading, rows in told.items()}
+    in_page, in_card = Page(page), card_says(card)
+    in_card = {heading.removeprefix("timm/some_net: "): rows for heading, rows in in_card.items()}
     gallery = "Where INT8 and FP32 disagree"
-    if gallery in told and report.accuracy.unit == "images":
-        assert told[gallery].pop(0) == ("label", "FP32", "INT8", "image")
+    if gallery in in_card and report.accuracy.unit == "images":
+        assert in_card[gallery].pop(0) == ("label", "FP32", "INT8", "image")
     if len(report.model.classes) == 50:  # the card leaves a large matrix to report.json
-        seen.found.pop("What INT8 confuses")
+        in_page.found.pop("What INT8 confuses")
         assert "The matrix of 50 classes is in report.json" in card
-    assert list(told) == list(seen.found)
-    for heading, rows in seen.found.items():
-        assert sorted(told[heading]) == sorted(rows), heading
+    assert list(in_card) == list(in_page.found)
+    for heading, rows in in_page.found.items():
+        assert sorted(in_card[heading]) == sorted(rows), heading
     if report.training is not None:
-        (config,) = told["train"]
+        (config,) = in_card["train"]
         assert yaml.safe_load(config[0]) == report.provenance.configs["train"]
     text = plain(card)
-    for paragraph in seen.paragraphs:
+    for paragraph in in_page.paragraphs:
         assert paragraph in text or paragraph.startswith("Images by label (rows) and prediction"), paragraph
-    assert seen.narrow_tables == 0, "a table that can't scroll is cut on a phone"
+    assert in_page.narrow_tables == 0, "a table that can't scroll is cut on a phone"
 
 
 def test_the_card_says_what_the_page_says(written: Written) -> None:
@@ -468,16 +468,16 @@ def variants(reports: dict[str, Report]) -> dict[str, tuple[str, Report]]:
 def test_golden(reports: dict[str, Report], tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """The card of ten classes, and how those of other reports differ from it; each page says what its card says."""
 
-    def told(report: Report) -> list[str]:
+    def card_lines(report: Report) -> list[str]:
         page, card = write(report, tmp_path)
         check_same(report, page, card)
         return [f"{page.count('<svg')} charts, {page.count('<img ')} images", *card.splitlines()]
 
     assert selection_facts(reports["own model"]) == []  # there was no search
-    bases = {name: told(reports[name]) for name in ("ten classes", "own model")}
+    bases = {name: card_lines(reports[name]) for name in ("ten classes", "own model")}
     others = []
     for name, (base, report) in variants(reports).items():
-        others += [f"# {name}", *list(difflib.unified_diff(bases[base], told(report), n=0, lineterm=""))[2:], ""]
+        others += [f"# {name}", *list(difflib.unified_diff(bases[base], card_lines(report), n=0, lineterm=""))[2:], ""]
     for file, lines in (("ten_classes.md", bases["ten classes"]), ("others.diff", others)):
         text = "\n".join(line for line in lines if not line.startswith("@@")) + "\n"
         if request.config.getoption("--update-golden"):

@@ -334,9 +334,9 @@ def test_what_is_not_measured(
     accuracy = accuracy_report(accuracy_row("fp32", 80.0))
     found = _benchmark(config, [serving], bundle, accuracy, StepLog("validate"))
     assert {entry.batch_size for entry in found.rows} == measured
-    told = capsys.readouterr().err
-    assert said in told
-    assert ("is not measured" in told) == bool(said)
+    warned = capsys.readouterr().err
+    assert said in warned
+    assert ("is not measured" in warned) == bool(said)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from PIL import Image, ImageDraw
 
 from components.common.tasks.answers import Answer, Answers, View
 from components.common.tasks.detection.boxes import detect
-from components.common.tasks.pictures import palette, write_name
+from components.common.tasks.drawing import palette, write_name
 
 MIN_SCORE = 0.3  # of objects that are named
 _MOST_NAMED = 4  # in a summary

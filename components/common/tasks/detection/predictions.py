@@ -11,7 +11,7 @@ from components.common.contracts.transforms import TransformSpec
 from components.common.data.image_files import as_seen
 from components.common.tasks.detection.average_precision import FOUND, WRONG, Matches, match, mean_precision, rows_of
 from components.common.tasks.detection.boxes import NUM_BOX_VALUES, detect, overlap_of_pairs
-from components.common.tasks.pictures import beside, palette
+from components.common.tasks.drawing import beside, palette
 from components.common.tasks.predictions import ByClass, ByDraws, Predictions, draws, p_of
 
 SURE = 0.3

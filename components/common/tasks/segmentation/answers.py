@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 
 from components.common.data.image_files import open_image
 from components.common.tasks.answers import Answer, Answers, View
-from components.common.tasks.pictures import coloured, palette, write_name
+from components.common.tasks.drawing import coloured, palette, write_name
 
 _MIN_AREA = 0.01  # of a mask, from which on a class counts as shown
 _MOST_NAMED = 4  # in a summary

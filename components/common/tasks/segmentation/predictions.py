@@ -8,7 +8,7 @@ from PIL import Image
 
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.image_files import as_seen
-from components.common.tasks.pictures import beside, coloured
+from components.common.tasks.drawing import beside, coloured
 from components.common.tasks.predictions import ByClass, ByDraws, Predictions, draws, p_of
 from components.common.tasks.segmentation import VOID
 

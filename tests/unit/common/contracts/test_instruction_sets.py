@@ -210,8 +210,8 @@ def test_an_x86_cpu_of_which_nothing_is_known_gets_what_is_right_on_each(tmp_pat
 def test_a_verdict_of_another_cpu_or_of_none_is_named(monkeypatch):
     monkeypatch.setattr("components.common.runtimes.selection.instruction_set", lambda: "AVX2")
     assert not_measured_here("int8", ["AVX2"]) == not_measured_here("fp32", []) == ""
-    for measured_on, told in {("SSE41",): "measured with SSE41", (): "no verdict on this model is of a CPU"}.items():
-        assert told in not_measured_here("int8", measured_on)
+    for measured_on, note in {("SSE41",): "measured with SSE41", (): "no verdict on this model is of a CPU"}.items():
+        assert note in not_measured_here("int8", measured_on)
 
 
 def test_a_cpu_takes_the_fit_file_or_refuses(monkeypatch):
