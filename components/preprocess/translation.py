@@ -222,8 +222,8 @@ def _read(config: PreprocessConfig, log: StepLog, folder: Path, rejections: _Rej
     if not corpus.splits:
         reasons = f" ({rejections.counts()}; such as {rejections.first})" if rejections.kinds else ""
         raise UserError(
-            f"{config.data} has no pair of sentences that can be used{reasons}. Give lines of source, tab, target, or "
-            f"files whose languages are {config.source_language} and {config.target_language}",
+            f"{config.data} has no pair of sentences that can be used{reasons}. Give lines of source, tab, target in "
+            f"UTF-8, or files whose languages are {config.source_language} and {config.target_language}",
             code="no-usable-pair",
             setting="data",
         )

@@ -283,7 +283,9 @@ def _texts(storage: Storage, files: list[File], most_bytes: int) -> Iterator[tup
         try:
             check_size(file.size_bytes, most_bytes)
             return _Text(storage.read(sample_of(file, 0)).decode("utf-8-sig"))
-        except (OSError, Unreadable, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
+            return _Text("", f"not UTF-8 at byte {error.start}: save it in that encoding")
+        except (OSError, Unreadable) as error:
             return _Text("", str(error)[:_MAX_REASON])
 
     with ThreadPoolExecutor(_NUM_READERS) as readers:
