@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -28,6 +29,7 @@ OPSET = 17
 IR_VERSION = 8
 MAX_RELATIVE_ERROR = 1e-3  # of the logits, against the largest logit
 
+_EXPORTER: Any = torch.onnx  # torch's stubs lack what is used of it here
 _TRACE_BATCH = 2  # not 1: a batch of one can be confused with a broadcast axis
 _USER_OPSETS = range(13, 22)
 _PROBE_SEED = 0
@@ -117,6 +119,7 @@ def traced(
     Raises:
         EngineryError: torch can't export it.
     """
+    _EXPORTER.register_custom_op_symbolic("aten::rms_norm", _write_rms_norm, OPSET)
     try:
         with (
             _eval_mode(model),
@@ -145,6 +148,16 @@ def traced(
         raise EngineryError(message, code="exporter-failed") from error
     proto.ir_version = IR_VERSION
     return proto
+
+
+def _write_rms_norm(graph: Any, x: Any, shape: Any, weight: Any, epsilon: Any) -> Any:
+    """Write torch.nn.functional.rms_norm, which the exporter lacks: x / sqrt(mean(x * x) + epsilon) * weight."""
+    helper = _EXPORTER.symbolic_helper
+    num_axes, least = len(helper._get_const(shape, "is", "")), helper._get_const(epsilon, "f", "")
+    added = graph.op("Constant", value_t=torch.tensor(torch.finfo(torch.float32).eps if least is None else least))
+    mean = graph.op("ReduceMean", graph.op("Mul", x, x), axes_i=list(range(-num_axes, 0)), keepdims_i=1)
+    normalized = graph.op("Div", x, graph.op("Sqrt", graph.op("Add", mean, added)))
+    return normalized if helper._is_none(weight) else graph.op("Mul", normalized, weight)
 
 
 def check_against_torch(model: torch.nn.Module, path: Path, shapes: ShapeSpec, images: np.ndarray) -> float:

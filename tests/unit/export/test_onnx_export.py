@@ -105,6 +105,16 @@ def test_flags_of_a_network_are_no_tensors(tmp_path):
     assert "forward" not in vars(model)
 
 
+@pytest.mark.parametrize(("epsilon", "has_weight"), [(None, True), (0.5, False)])
+def test_a_normalization_that_the_exporter_lacks(epsilon, has_weight, tmp_path):
+    norm = torch.nn.RMSNorm([2, 24], eps=epsilon, elementwise_affine=has_weight)
+    for weight in norm.parameters():
+        torch.nn.init.normal_(weight)
+    model = torch.nn.Sequential(torch.nn.Unflatten(2, (8, 2)), norm, torch.nn.Flatten(), torch.nn.Linear(1152, 5))
+    export_onnx(model, tmp_path / "a.onnx", SHAPES)
+    assert check_against_torch(model, tmp_path / "a.onnx", SHAPES, random_images(SHAPES, 3)) < 1e-5
+
+
 def test_what_torch_can_not_export(tmp_path):
     with refuses("exporter-failed"):
         export_onnx(Inverse(), tmp_path / "a.onnx", SHAPES)
