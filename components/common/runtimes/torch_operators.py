@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from components.common.contracts.errors import EngineryError
 
-AutoPad = Literal["NOTSET"]
+AutoPad = Literal["NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID"]
 Function = Callable[..., Tensor | Sequence[Tensor]]
 
 
@@ -114,6 +114,10 @@ def _unary(function: Callable[[Tensor], Tensor]) -> Function:
 
 def _binary(function: Callable[[Tensor, Tensor], Tensor]) -> Function:
     return lambda a, b, /: function(*_together(a, b))
+
+
+def _folding(function: Callable[[Tensor, Tensor], Tensor]) -> Function:
+    return lambda *tensors: functools.reduce(function, _together(*tensors))
 
 
 def _divide(a: Tensor, b: Tensor) -> Tensor:
@@ -305,10 +309,46 @@ def conv(
     """Convolution of any number of axes."""
     num_axes = x.dim() - 2
     ones, zeros = [1] * num_axes, [0] * num_axes
+    if auto_pad != "NOTSET":
+        pads = _auto_pads(x, list(weights.shape[2:]), strides or ones, dilations or ones, auto_pad)
     begin, end = (pads[:num_axes], pads[num_axes:]) if pads else (zeros, zeros)
     if list(begin) != list(end):
         x, begin = functional.pad(x, pad_arguments(begin, end)), zeros
     return torch.convolution(x, weights, bias, strides or ones, begin, dilations or ones, False, zeros, group)
+
+
+def _auto_pads(x: Tensor, kernel: list[int], strides: list[int], dilations: list[int], auto_pad: AutoPad) -> list[int]:
+    """Pads with which a window starts at every stride of the image, the odd one behind or before it; none for VALID."""
+    begin, end = [0] * len(kernel), [0] * len(kernel)
+    if auto_pad != "VALID":
+        for axis, size in enumerate(x.shape[2:]):
+            extent = dilations[axis] * (kernel[axis] - 1) + 1
+            total = max((-(-size // strides[axis]) - 1) * strides[axis] + extent - size, 0)
+            begin[axis] = (total + (auto_pad == "SAME_LOWER")) // 2
+            end[axis] = total - begin[axis]
+    return begin + end
+
+
+def conv_transpose(
+    x: Tensor,
+    weights: Tensor,
+    bias: Tensor | None = None,
+    /,
+    *,
+    kernel_shape: list[int] | None = None,  # the weights have it
+    strides: list[int] | None = None,
+    pads: list[int] | None = None,
+    output_padding: list[int] | None = None,
+    dilations: list[int] | None = None,
+    group: int = 1,
+    auto_pad: Literal["NOTSET"] = "NOTSET",
+) -> Tensor:
+    """Transposed convolution of any number of axes."""
+    num_axes = x.dim() - 2
+    ones, zeros = [1] * num_axes, [0] * num_axes
+    extra, padded = output_padding or zeros, pads or zeros * 2
+    full = torch.convolution(x, weights, bias, strides or ones, zeros, dilations or ones, True, extra, group)
+    return functional.pad(full, pad_arguments([-n for n in padded[:num_axes]], [-n for n in padded[num_axes:]]))
 
 
 def gemm(
@@ -389,7 +429,7 @@ def max_pool(
 ) -> Tensor:
     """Maximum of windows."""
     strides, dilations = strides or [1, 1], dilations or [1, 1]
-    begin, end = _pool_pads(x, kernel_shape, pads)
+    begin, end = _pool_pads(x, kernel_shape, strides, dilations, pads, auto_pad)
     if _pads_natively(begin, end, kernel_shape):
         return functional.max_pool2d(x, kernel_shape, strides, begin, dilations, bool(ceil_mode))
     if ceil_mode:
@@ -412,7 +452,7 @@ def average_pool(
 ) -> Tensor:
     """Mean of windows."""
     strides = strides or [1, 1]
-    begin, end = _pool_pads(x, kernel_shape, pads)
+    begin, end = _pool_pads(x, kernel_shape, strides, [1, 1], pads, auto_pad)
     if _pads_natively(begin, end, kernel_shape):
         return functional.avg_pool2d(x, kernel_shape, strides, begin, bool(ceil_mode), bool(count_include_pad))
     extra = _ceil_pads(x, kernel_shape, strides, begin, end, [1, 1]) if ceil_mode else [0, 0]
@@ -426,11 +466,15 @@ def average_pool(
     return sums[0] / sums[1]
 
 
-def _pool_pads(x: Tensor, kernel: list[int], pads: list[int] | None) -> tuple[list[int], list[int]]:
+def _pool_pads(
+    x: Tensor, kernel: list[int], strides: list[int], dilations: list[int], pads: list[int] | None, auto_pad: AutoPad
+) -> tuple[list[int], list[int]]:
     """Padding before and after, for height and width."""
     if x.dim() != 4 or len(kernel) != 2:
         message = f"PyTorch runner: pooling takes [B, C, H, W], got a tensor of shape {list(x.shape)}"
         raise EngineryError(message, code="unsupported-operators")
+    if auto_pad != "NOTSET":
+        pads = _auto_pads(x, kernel, strides, dilations, auto_pad)
     return (list(pads[:2]), list(pads[2:])) if pads else ([0, 0], [0, 0])
 
 
@@ -561,6 +605,7 @@ OPERATORS: dict[str, Function] = {
         shape.tolist()
     ),
     "Conv": conv,
+    "ConvTranspose": conv_transpose,
     "Cos": _unary(torch.cos),
     "CumSum": _cumsum,
     "DequantizeLinear": dequantize_linear,
@@ -585,7 +630,9 @@ OPERATORS: dict[str, Function] = {
     "LayerNormalization": layer_normalization,
     "LeakyRelu": lambda x, /, *, alpha=0.01: functional.leaky_relu(x, alpha),
     "MatMul": _binary(torch.matmul),
+    "Max": _folding(torch.maximum),
     "MaxPool": max_pool,
+    "Min": _folding(torch.minimum),
     "Mod": lambda a, b, /, *, fmod=0: (torch.fmod if fmod else torch.remainder)(*_together(a, b)),
     "Mul": _binary(torch.mul),
     "Neg": _unary(torch.neg),

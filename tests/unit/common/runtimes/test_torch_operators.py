@@ -57,6 +57,14 @@ OPERATORS = [
     ("Conv", [IMAGE, normal(6, 4, 3, 3)], {**CONV, "pads": [0, 1, 2, 1], "strides": [2, 1]}),
     ("Conv", [IMAGE, normal(8, 2, 3, 3), normal(8)], {**CONV, "pads": [2, 2, 2, 2], "dilations": [2, 2], "group": 2}),
     ("Conv", [normal(2, 4, 20), normal(6, 4, 3)], {"kernel_shape": [3], "pads": [1, 1]}),
+    ("Conv", [IMAGE, normal(2, 4, 4, 3)], {"auto_pad": "SAME_UPPER"}),
+    ("Conv", [IMAGE, normal(2, 4, 2, 4)], {"auto_pad": "SAME_UPPER", "strides": [3, 2]}),
+    ("Conv", [IMAGE, normal(2, 4, 2, 4)], {"auto_pad": "SAME_LOWER", "strides": [1, 2]}),
+    ("Conv", [IMAGE, normal(2, 4, 2, 4)], {"auto_pad": "VALID"}),
+    ("MaxPool", [IMAGE - 9], {**POOL, "auto_pad": "SAME_UPPER"}),
+    ("AveragePool", [IMAGE], {"kernel_shape": [2, 4], "auto_pad": "SAME_LOWER"}),
+    ("ConvTranspose", [IMAGE, normal(4, 2, 3, 2)], {"strides": [2, 1], "group": 2, "output_padding": [1, 0]}),
+    ("ConvTranspose", [IMAGE, normal(4, 3, 2, 3), normal(3)], {"pads": [0, 1, 1, 2], "dilations": [2, 1]}),
     ("MaxPool", [IMAGE], {**POOL, "pads": [1, 1, 1, 1], "ceil_mode": 1}),
     ("MaxPool", [IMAGE - 9], {**POOL, "pads": [0, 0, 1, 1]}),
     ("MaxPool", [IMAGE - 9], {**POOL, "pads": [0, 0, 1, 1], "ceil_mode": 1}),
@@ -94,6 +102,8 @@ OPERATORS = [
     ("Softplus", [IMAGE], {}),
     ("Softmax", [IMAGE], {"axis": 1}),
     ("Add", [IMAGE, np.float32(2.0)], {}),
+    ("Max", [IMAGE, normal(4, 1, 1)], {}),
+    ("Min", [IMAGE, normal(4, 1, 1), np.float32(0.5)], {}),
     ("Div", [ints(7, -7, 9), ints(2)], {}),
     ("Mod", [ints(7, -7, 9), ints(4)], {}),
     ("Pow", [np.abs(IMAGE), np.float32(0.5)], {}),
@@ -197,7 +207,7 @@ def test_fake_quantization_rounds_halves_as_onnxruntime(dtype):
 def test_all_that_is_unsupported_is_named_at_once():
     nodes = [
         helper.make_node("Hardmax", ["images"], ["a"]),
-        helper.make_node("Conv", ["images", "w"], ["b"], auto_pad="SAME_UPPER"),
+        helper.make_node("ConvTranspose", ["images", "w"], ["b"], auto_pad="SAME_UPPER"),
         helper.make_node("GridSample", ["images", "b"], ["c"]),
         helper.make_node("MaxPool", ["images"], ["d", "indices"], kernel_shape=[2, 2]),
         helper.make_node("FusedConv", ["images", "indices"], ["logits"], domain="com.microsoft"),
@@ -206,7 +216,9 @@ def test_all_that_is_unsupported_is_named_at_once():
     model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     with pytest.raises(UnsupportedOperators) as error:
         TorchGraph(model)
-    named = "Conv with auto_pad=SAME_UPPER, GridSample, Hardmax, MaxPool with 2 outputs, com.microsoft.FusedConv"
+    named = (
+        "ConvTranspose with auto_pad=SAME_UPPER, GridSample, Hardmax, MaxPool with 2 outputs, com.microsoft.FusedConv"
+    )
     assert named in str(error.value)
 
 
