@@ -124,6 +124,7 @@ def traced(
         with (
             _eval_mode(model),
             _without_options(model),
+            _pooling_by_windows(),
             tempfile.TemporaryDirectory() as folder,
             warnings.catch_warnings(),
         ):
@@ -655,6 +656,26 @@ def _without_options(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         del vars(model)["forward"]
+
+
+@contextmanager
+def _pooling_by_windows() -> Iterator[None]:
+    """Adaptive pooling by whole factors as pooling of windows: the exporter refuses it where it lost shapes."""
+    functional: Any = torch.nn.functional
+    adaptive = functional.adaptive_avg_pool2d
+
+    def pool(images: torch.Tensor, output_size: Any) -> torch.Tensor:
+        sizes = tuple(output_size) if isinstance(output_size, Sequence) else (output_size, output_size)
+        before = [int(size) for size in images.shape[-2:]]  # of a traced tensor they are no ints
+        if sizes == (1, 1) or None in sizes or any(a % b for a, b in zip(before, sizes, strict=True)):
+            return adaptive(images, output_size)
+        return functional.avg_pool2d(images, [a // b for a, b in zip(before, sizes, strict=True)])
+
+    functional.adaptive_avg_pool2d = pool
+    try:
+        yield
+    finally:
+        functional.adaptive_avg_pool2d = adaptive
 
 
 def _device(model: torch.nn.Module) -> torch.device:

@@ -115,6 +115,26 @@ def test_a_normalization_that_the_exporter_lacks(epsilon, has_weight, tmp_path):
     assert check_against_torch(model, tmp_path / "a.onnx", SHAPES, random_images(SHAPES, 3)) < 1e-5
 
 
+def test_pooling_of_maps_whose_sizes_the_exporter_lost(tmp_path):
+    class Tokens(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.pool = torch.nn.Conv2d(3, 3, 1), torch.nn.AdaptiveAvgPool2d((4, 6))
+            self.fc = torch.nn.Linear(72, 5)
+
+        def forward(self, images):
+            maps = images
+            for _ in range(2):
+                batch, channels, height, width = maps.shape
+                tokens = maps.flatten(2).transpose(1, 2).reshape(batch, -1, channels)
+                maps = self.conv(tokens.reshape(batch, height, width, -1).permute(0, 3, 1, 2))
+            return self.fc(self.pool(maps).flatten(1))
+
+    model = Tokens()
+    export_onnx(model, tmp_path / "a.onnx", SHAPES)
+    assert check_against_torch(model, tmp_path / "a.onnx", SHAPES, random_images(SHAPES, 3)) < 1e-5
+
+
 def test_what_torch_can_not_export(tmp_path):
     with refuses("exporter-failed"):
         export_onnx(Inverse(), tmp_path / "a.onnx", SHAPES)
