@@ -29,8 +29,13 @@ def new_session(model: Path | bytes, *, optimize: bool = True) -> onnxruntime.In
     options.log_severity_level = 3
     content = onnx_content(model) if isinstance(model, Path) else model
     parse_onnx(content, model if isinstance(model, Path) else Path("model"))
-    # Without a second try, of which it would print the reason as the file's author wrote it.
-    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"], enable_fallback=0)
+    return onnxruntime.InferenceSession(
+        content,
+        options,
+        providers=["CPUExecutionProvider"],
+        disabled_optimizers=["AttentionFusion"],  # fails on some networks in FP16 (onnxruntime 1.31.1)
+        enable_fallback=0,  # no second try, of which it would print the reason as the file's author wrote it
+    )
 
 
 def open_model(bundle: Artifact[BundleManifest], precision: Precision) -> OpenModel:

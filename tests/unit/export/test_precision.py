@@ -10,12 +10,15 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from components.common.contracts.errors import EngineryError
+from components.common.contracts.transforms import ShapeSpec
+from components.common.runtimes.onnxruntime import new_session
+from components.export.onnx_export import export_onnx
 from components.export.placement import model_opset
 from components.export.precision import FP16_QDQ_OPSET, raise_opset, round_weights, to_fp16
 from components.export.qdq import insert_qdq
 from tests.unit.refusals import refuses
 
-from ..networks import onnx_model
+from ..networks import onnx_model, random_images
 from ..onnx_outputs import relative, run_ort
 
 
@@ -61,6 +64,30 @@ def test_fp16_is_typed_with_fp32_edges_and_answers_as_fp32(resnet18, fp16):
     half = to_fp16(model, [model.graph.input[0].name])
     assert io_types(half) == [TensorProto.FLOAT16, TensorProto.FLOAT]
     assert relative(logits(fp16, images), logits(model, images)) < 5e-3
+
+
+def test_fp16_attention_without_biases_runs_on_onnxruntime(tmp_path):
+    class Attending(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.qkv = torch.nn.Conv2d(3, 32, 4, stride=4), torch.nn.Linear(32, 96, bias=False)
+            self.project, self.head = torch.nn.Linear(32, 32), torch.nn.Linear(32, 5)
+
+        def forward(self, images):
+            maps = self.stem(images)  # [B, 32, 4, 4]
+            qkv = self.qkv(maps.flatten(2).transpose(1, 2)).reshape(-1, 16, 3, 4, 8)
+            q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, 4, 16, 8]
+            found = ((q * 8**-0.5) @ k.transpose(2, 3)).softmax(3) @ v
+            mixed = self.project(found.transpose(1, 2).reshape(-1, 16, 32)).transpose(1, 2)
+            return self.head((maps + mixed.reshape(-1, 32, 4, 4)).mean((2, 3)))
+
+    shapes = ShapeSpec(height=16, width=16)
+    torch.manual_seed(0)
+    export_onnx(Attending(), tmp_path / "fp32.onnx", shapes)
+    model = onnx.load(tmp_path / "fp32.onnx")
+    images = random_images(shapes, 3)
+    (found,) = new_session(to_fp16(model).SerializeToString()).run(["logits"], {"images": images})
+    assert relative(found, logits(model, images)) < 0.01
 
 
 def test_weights_beyond_fp16_are_an_error(resnet18):
