@@ -629,6 +629,7 @@ OPERATORS: dict[str, Function] = {
     "LRN": lrn,
     "LayerNormalization": layer_normalization,
     "LeakyRelu": lambda x, /, *, alpha=0.01: functional.leaky_relu(x, alpha),
+    "LogSoftmax": lambda x, /, *, axis=-1: torch.log_softmax(x, axis),
     "MatMul": _binary(torch.matmul),
     "Max": _folding(torch.maximum),
     "MaxPool": max_pool,

@@ -101,6 +101,7 @@ OPERATORS = [
     ("Elu", [IMAGE], {"alpha": 0.7}),
     ("Softplus", [IMAGE], {}),
     ("Softmax", [IMAGE], {"axis": 1}),
+    ("LogSoftmax", [IMAGE], {"axis": 1}),
     ("Add", [IMAGE, np.float32(2.0)], {}),
     ("Max", [IMAGE, normal(4, 1, 1)], {}),
     ("Min", [IMAGE, normal(4, 1, 1), np.float32(0.5)], {}),
