@@ -17,7 +17,7 @@ import onnxruntime as ort
 import torch
 from onnx import TensorProto, ValueInfoProto, numpy_helper, version_converter
 
-from components.common.contracts.errors import EngineryError, UserError
+from components.common.contracts.errors import EngineryError, UserError, shortened
 from components.common.contracts.manifests import write_atomically
 from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes.onnx_files import onnx_content, parse_onnx
@@ -145,7 +145,10 @@ def traced(
             )
             proto = inline_constants(onnx.load(Path(folder, "model.onnx")))
     except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError) as error:
-        message = f"export: torch can't write {name}: {_first_line(error)}"
+        message = (
+            f"export: torch can't write {name}: {shortened(_first_line(error), 200).rstrip('.')}. Choose another "
+            "architecture, or write its ONNX file yourself and give that as the model"
+        )
         raise EngineryError(message, code="exporter-failed") from error
     proto.ir_version = IR_VERSION
     return proto

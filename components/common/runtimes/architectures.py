@@ -226,7 +226,7 @@ def check_image_size(network: nn.Module, architecture: str, image_size: int) -> 
     except NotImplementedError:
         return  # some operators have no shapes without numbers
     except (AssertionError, RuntimeError, ValueError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
+        reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__  # an assert may have no text
         raise UserError(
             f"{architecture} can't run on images of {image_size} x {image_size} pixels: {reason}. Choose another "
             "--image-size; most networks take 224",

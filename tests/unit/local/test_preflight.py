@@ -22,6 +22,7 @@ from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import CheckpointManifest, seal
 from components.common.contracts.statistics import drop_upper
 from components.common.contracts.transforms import transform_for
+from components.common.runtimes.architectures import check_image_size
 from components.export import model_check
 from components.export.config import ExportConfig
 from components.export.sources import check_model, write_fp32_onnx
@@ -333,6 +334,16 @@ def test_unusable_models_are_refused(tmp_path, name: str, made: str | None, arch
     with pytest.raises(UserError) as caught:
         check_model(model, architecture, ("a", "b"), 8)
     assert str(caught.value).startswith(words.format(model=model))
+
+
+def test_an_image_size_that_a_network_asserts_against_without_a_text_is_named() -> None:
+    class Windows(torch.nn.Linear):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            raise AssertionError
+
+    with refuses("image-size-unsupported") as caught:
+        check_image_size(Windows(1, 1), "halo", 8)
+    assert "8 x 8 pixels: AssertionError. Choose another" in str(caught.value)
 
 
 @pytest.mark.parametrize(
