@@ -243,7 +243,7 @@ def resize(
     coordinate_transformation_mode: Literal[
         "half_pixel", "pytorch_half_pixel", "align_corners", "asymmetric"
     ] = "half_pixel",
-    mode: Literal["nearest", "linear"] = "nearest",
+    mode: Literal["nearest", "linear", "cubic"] = "nearest",
     nearest_mode: Literal["round_prefer_floor", "round_prefer_ceil", "floor", "ceil"] = "round_prefer_floor",
     antialias: Literal[0] = 0,
     keep_aspect_ratio_policy: Literal["stretch"] = "stretch",
@@ -281,6 +281,9 @@ def resize(
             }[nearest_mode]
             x = x.index_select(axis, rounded.long().clamp(0, before - 1).to(x.device))
             continue
+        if mode == "cubic":
+            x = _cubic(x, axis, places, cubic_coeff_a)
+            continue
         places = places.clamp(0, before - 1)
         low = places.floor()
         share = (places - low).to(x.device, x.dtype).reshape([-1] + [1] * (x.dim() - 1 - axis))
@@ -288,6 +291,19 @@ def resize(
         second = (first + 1).clamp(max=before - 1)
         x = torch.lerp(x.index_select(axis, first), x.index_select(axis, second), share)
     return x
+
+
+def _cubic(x: Tensor, axis: int, places: Tensor, a: float) -> Tensor:
+    """Values of `x` between its elements along an axis, of the four around each place (Keys, 1981)."""
+    low = places.floor()
+    parts = []
+    for tap in range(-1, 3):
+        far = (places - low - tap).abs()
+        weight = torch.where(far <= 1, ((a + 2) * far - (a + 3)) * far**2 + 1, ((far - 5) * far + 8) * a * far - 4 * a)
+        element = (low.long() + tap).clamp(0, x.shape[axis] - 1).to(x.device)
+        shape = [-1] + [1] * (x.dim() - 1 - axis)
+        parts.append(x.index_select(axis, element) * weight.to(x.device, x.dtype).reshape(shape))
+    return torch.stack(parts).sum(0)
 
 
 # --- weighted layers and normalization

@@ -48,6 +48,7 @@ RESIZES = [
     for places in ("half_pixel", "pytorch_half_pixel", "align_corners", "asymmetric")
     for mode, rounding in (
         ("linear", "floor"),
+        ("cubic", "floor"),
         *(("nearest", rounding) for rounding in ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")),
     )
 ]
@@ -152,6 +153,7 @@ OPERATORS = [
     ("DequantizeLinear", [np.arange(-128, 128, dtype=np.int8), np.float32(0.1), np.int8(5)], {}),
     ("DequantizeLinear", [(IMAGE * 30).astype(np.int8), np.abs(normal(4)), np.zeros(4, np.int8)], {"axis": 1}),
     ("DequantizeLinear", [(IMAGE * 3000).astype(np.int32), np.float32(0.1)], {}),
+    ("Resize", [IMAGE, None, None, ints(2, 4, 22, 5)], {"mode": "cubic", "cubic_coeff_a": -0.5}),
     *RESIZES,
 ]
 
