@@ -20,6 +20,7 @@ from onnx import TensorProto, ValueInfoProto, numpy_helper, version_converter
 from components.common.contracts.errors import EngineryError, UserError, shortened
 from components.common.contracts.manifests import write_atomically
 from components.common.contracts.transforms import ShapeSpec
+from components.common.runtimes.architectures import build_model, check_image_size
 from components.common.runtimes.onnx_files import onnx_content, parse_onnx
 from components.common.tasks import TASKS
 from components.export.folding import fold_constants
@@ -98,6 +99,19 @@ def export_onnx(model: torch.nn.Module, path: Path, shapes: ShapeSpec) -> None:
         axis.dim_value = size
     _verify_export(proto, shapes)
     write_atomically(path, fold_constants(proto).SerializeToString())
+
+
+def check_exportable(architecture: str, image_size: int) -> None:
+    """See that a network can be exported for images of this side in pixels, before it is trained.
+
+    Raises:
+        UserError: it takes no images of that size, or there is no such network.
+        EngineryError: torch can't export it.
+    """
+    model = build_model(architecture, num_classes=2)
+    check_image_size(model, architecture, image_size)
+    with tempfile.TemporaryDirectory() as folder:
+        export_onnx(model, Path(folder, "model.onnx"), ShapeSpec(height=image_size, width=image_size))
 
 
 def traced(

@@ -90,6 +90,7 @@ def check_inputs(arguments: Mapping[str, Any], *, in_containers: bool = False) -
             most = Counter(sample.label for sample in val).most_common(1)[0][1]
             num_train = len(source.splits["train"]) - source.num_refused
             check_validation(arguments, num_train, num_val=len(val), num_of_class=most)
+    _check_exportable(arguments)
     if (model := str(arguments.get("model") or "")) and "://" not in model:
         classes = source.classes if source is not None else None
         image_size = int(arguments.get("image_size") or 224)
@@ -110,6 +111,15 @@ def _check_architecture(arguments: Mapping[str, Any]) -> None:
     from components.common.runtimes.architectures import check_architecture
 
     check_architecture(architecture)
+
+
+def _check_exportable(arguments: Mapping[str, Any]) -> None:
+    """Refuse a network that would be trained in vain. Of torchvision's all can be exported, of timm's most."""
+    architecture = str(arguments.get("architecture") or "")
+    if "timm/" in architecture and not arguments.get("model"):
+        from components.export.onnx_export import check_exportable
+
+        check_exportable(architecture, arguments["image_size"])
 
 
 def _check_pretrained(arguments: Mapping[str, Any]) -> None:

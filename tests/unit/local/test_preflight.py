@@ -77,6 +77,12 @@ WEIGHTS = ("--data", "{digits}", "--model", "{tmp}/m.pth", "--architecture", "re
         ("detection", ("--data", "{tmp}", "--architecture", "fcos"), "other-task", "such as detection/retinanet_"),
         ("resnet50", ("--data", "{digits}", "--architecture", "resnet51"), "unknown-architecture", "resnet50"),
         ("resnet50", ("--data", "{digits}", "--architecture", "timm/resnet51"), "unknown-architecture", "resnet50"),
+        (
+            "resnet50",
+            (*BEGUN[:2], "--image-size", "64", "--architecture", "timm/test_vit"),
+            "exporter-failed",
+            "bicubic2d_aa",
+        ),
         ("detection", ("--data", "{tmp}", "--architecture", "detection/fcs_small"), "unknown-architecture", "fcos_s"),
         ("segmentation", ("--data", "{tmp}", "--architecture", "segmentation/u"), "unknown-architecture", "/fpn_small"),
         ("translation", ("--data", "{tmp}", "--architecture", "translation/ls"), "unknown-architecture", "/lstm_small"),
