@@ -36,7 +36,7 @@ from components.common.contracts.verdict import SPEED_SETTINGS
 from components.common.registry.keys import KEY_VARIABLE
 from components.common.runtimes import RUNTIMES
 from components.preprocess.sources import is_uri, kind_of, local_path
-from enginery.local.parameters import STEP_CONFIGS, PipelineFile
+from enginery.local.parameters import STEP_CONFIGS, PipelineFile, step_of
 from enginery.local.state import CACHE
 
 # Of each step its manifest, the libraries that its result depends on beside its inputs, and whether GPU and CPU matter.
@@ -67,11 +67,6 @@ class CachedStep:
     run_id: str  # of the run that made it
     digest: str  # of its manifest
     entry: Path  # its entry in KFP's cache
-
-
-def step_of(task: str) -> str:
-    """The step that a KFP task runs: "export-own" is export."""
-    return task.split("-")[0]
 
 
 @dataclass(kw_only=True)
@@ -214,8 +209,6 @@ class StepCache:
             elif step == "export":
                 config["gate"] = {name: thresholds[name] for name in _BUDGET}
         contents = {name: _contents(name, str(config.pop(name))) for name in _PATH_SETTINGS if config.get(name)}
-        if step == "export" and self.arguments.get("model"):
-            contents["model"] = fingerprint(Path(str(self.arguments["model"])))
         contents.pop("cache", None)  # makes the step faster, not different
         _, libraries, hardware = _STEPS[step]
         here = environment()
@@ -239,14 +232,15 @@ class StepCache:
         )
 
     def _inputs(self, task: str) -> dict[str, str]:
-        """Constants of the pipeline, such as what images are labelled for, and its plain inputs, but for paths."""
+        """Constants of the pipeline, such as the task of a dataset, and its inputs that are no setting of the step."""
         found = {}
         for name, value in sorted(self._tasks[task].inputs.parameters.items()):
             source = value.component_input_parameter
             if value.WhichOneof("kind") == "runtime_value":
                 found[name] = value.runtime_value.constant.SerializeToString(deterministic=True).hex()
-            elif source in self.file.plain_inputs() and source not in (*_PATH_SETTINGS, "model"):
-                found[name] = repr(self.arguments[source])
+            elif source in self.file.plain_inputs() and step_of(task) not in self.file.owners(source):
+                given = self.arguments[source]
+                found[name] = _contents(name, given) if given and name in ("model", *_PATH_SETTINGS) else repr(given)
         return found
 
     def _config(self, step: str) -> dict[str, Any]:

@@ -92,11 +92,24 @@ class PipelineFile:
         return self.inputs[step].default or {}
 
     def owners(self, parameter: str) -> list[str]:
-        """The steps of this pipeline that have a plain input as a setting."""
+        """The steps of this pipeline that have a plain input as a setting, and get it."""
         if parameter not in self.plain_inputs():
             return []
         steps = [step for step in self.steps if parameter in STEP_CONFIGS[step].model_fields]
-        return steps if len(steps) == 1 or parameter in _SHARED else []
+        if parameter in _SHARED:
+            return steps
+        return steps if len(steps) == 1 and steps[0] in self._takers(parameter) else []
+
+    def _takers(self, parameter: str) -> set[str]:
+        """The steps whose tasks get an input of the pipeline, also those in a loop."""
+        spec = self.pipeline.pipeline_spec
+        names = (parameter, f"pipelinechannel--{parameter}")
+        return {
+            step_of(name)
+            for part in (spec.root, *spec.components.values())
+            for name, task in part.dag.tasks.items()
+            if any(value.component_input_parameter in names for value in task.inputs.parameters.values())
+        }
 
     def field(self, parameter: str) -> FieldInfo | None:
         """The config field that a plain input sets, of the first of its steps."""
@@ -106,6 +119,11 @@ class PipelineFile:
     def plain_inputs(self) -> list[str]:
         """Inputs that are a single value, and become options of their own."""
         return [name for name in self.inputs if name not in STEP_CONFIGS]
+
+
+def step_of(task: str) -> str:
+    """The step that a KFP task runs: "export-own" is export."""
+    return task.split("-")[0]
 
 
 def _or_own(path: Path, folder: Path, suffix: str) -> Path:

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,17 +108,19 @@ def test_inputs_of_a_pipeline_of_ones_own_are_in_the_key(data: Path, tmp_path: P
     source = (ROOT / "pipelines/quantize.py").read_text()
     source = source.replace("    num_calibration_images: int", "    number: int")
     source = source.replace("=num_calibration_images,", "=number,")
+    source = source.replace("    model: str", "    network: str").replace("=model,", "=network,")
     (tmp_path / "quantize.py").write_text(source)
-    (tmp_path / "model.onnx").touch()
     file = load_pipeline(tmp_path / "quantize.py")
     keys = []
-    for number in ("100", "200"):
-        flags = {"data": str(data), "model": str(tmp_path / "model.onnx"), "number": number}
+    for number, content in (("100", b"a"), ("200", b"a"), ("200", b"b")):
+        (tmp_path / "model.onnx").write_bytes(content)
+        flags = {"data": str(data), "network": str(tmp_path / "model.onnx"), "number": number}
         arguments = resolve_arguments(file, config_file=None, flags=flags, assignments=())
         cache = StepCache(file=file, arguments=arguments, runs=tmp_path / "runs")
         cache.enable()
         keys.append(cache.keys)
-    assert [task for task in keys[0] if keys[0][task] != keys[1][task]] == ["export-own", "validate", "gate"]
+    for before, after in pairwise(keys):
+        assert [task for task in before if before[task] != after[task]] == ["export-own", "validate", "gate"]
 
 
 def test_data_may_move_but_not_change(cached: Cached, data: Path, tmp_path: Path) -> None:

@@ -251,16 +251,25 @@ def test_inputs_of_a_pipeline_of_ones_own_get_the_type_they_declare(tmp_path: Pa
         resolve_arguments(file, config_file=None, flags={"number": "five"}, assignments=[])
 
 
-def test_an_input_named_as_a_setting_of_one_step_is_that_setting(tmp_path: Path) -> None:
+RANKING = "num_ranking_images"  # a setting of export
+
+
+def test_an_input_named_as_a_setting_of_one_step_is_that_setting_if_the_step_gets_it(tmp_path: Path) -> None:
     source = (ROOT / "pipelines/quantize.py").read_text()
     added = '    latency_budget: str = "",\n    num_ranking_images: int = 64,\n'
-    (tmp_path / "own.py").write_text(source.replace('    latency_budget: str = "",\n', added))
-    file = load_pipeline(tmp_path / "own.py")
-    assert file.owners("num_ranking_images") == ["export"]
-    assert pipeline().owners("num_ranking_images") == []
-    flags = {"data": "a", "model": "b", "num_ranking_images": "-1"}
-    with refuses("invalid-setting", "export.num_ranking_images"):
-        resolve_arguments(file, config_file=None, flags=flags, assignments=[])
+    source = source.replace('    latency_budget: str = "",\n', added)
+    (tmp_path / "own.py").write_text(source.replace("settings=export,", f"settings={{{RANKING!r}: {RANKING}}},"))
+    (tmp_path / "other.py").write_text(source)
+    file, other = (load_pipeline(tmp_path / f"{name}.py") for name in ("own", "other"))
+    assert file.owners(RANKING) == ["export"]
+    assert pipeline().owners(RANKING) == []
+    flags = {"data": "a", "model": "b"}
+    with refuses("invalid-setting", f"export.{RANKING}"):
+        resolve_arguments(file, config_file=None, flags={**flags, RANKING: "-1"}, assignments=[])
+    found = resolve_arguments(
+        other, config_file=None, flags={**flags, RANKING: "-1"}, assignments=[f"export.{RANKING}=3"]
+    )
+    assert (found[RANKING], found["export"]) == (-1, {RANKING: 3})
 
 
 def test_the_file_comes_first() -> None:
