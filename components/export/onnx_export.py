@@ -24,6 +24,7 @@ from components.common.runtimes.architectures import build_model, check_image_si
 from components.common.runtimes.onnx_files import onnx_content, parse_onnx
 from components.common.tasks import TASKS
 from components.export.folding import fold_constants
+from components.export.lowering import lower
 from components.export.placement import attribute, inline_constants, model_opset
 
 OPSET = 17
@@ -541,15 +542,17 @@ def _converted(proto: onnx.ModelProto, source: Path) -> onnx.ModelProto:
     initializers = {tensor.name for tensor in proto.graph.initializer}
     for index in reversed([i for i, value in enumerate(proto.graph.input) if value.name in initializers]):
         del proto.graph.input[index]
+    opset = model_opset(proto)
     try:
-        if model_opset(proto) != OPSET:
+        if opset > OPSET:
+            proto = lower(proto, OPSET)
+        elif opset < OPSET:
             proto = version_converter.convert_version(proto, OPSET)
         proto.ir_version = IR_VERSION
         onnx.checker.check_model(proto, full_check=True)
     except (RuntimeError, version_converter.ConvertError, onnx.checker.ValidationError) as error:
         raise UserError(
-            f"{source}: can't be converted from opset {model_opset(proto)} to {OPSET}: "
-            f"{_first_line(error)}. {_REEXPORT}",
+            f"{source}: can't be converted from opset {opset} to {OPSET}: {_first_line(error)}. {_REEXPORT}",
             code="conversion-failed",
         ) from error
     return proto

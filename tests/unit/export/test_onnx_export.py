@@ -10,6 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from components.common.contracts.transforms import ShapeSpec
 from components.export.onnx_export import check_against_torch, export_onnx, normalize_user_onnx
+from components.export.placement import attribute
 from tests.unit.refusals import refuses
 
 from ..networks import build, random_images, shapes_of, written_by_torch
@@ -315,6 +316,29 @@ def test_other_opsets_are_converted(tmp_path, opset, ir, more):
     model = onnx.load(tmp_path / "fp32.onnx")
     assert (model.opset_import[0].version, model.ir_version) == (17, 8)
     assert [value.name for value in model.graph.input] == ["x"]
+
+
+@pytest.mark.parametrize("opset", [20, 21])
+def test_what_torch_writes_by_default_is_put_in_older_words(tmp_path, opset):
+    """Operators, inputs and attributes of newer opsets, which onnx itself does not convert back."""
+    nodes = [
+        helper.make_node("Gelu", ["x"], ["exact"], approximate="none"),
+        helper.make_node("Gelu", ["exact"], ["gelu"], approximate="tanh"),
+        helper.make_node("Mish", ["gelu"], ["mish"]),
+        helper.make_node("Split", ["mish"], ["red", "green", "blue"], axis=1, num_outputs=3),
+        helper.make_node("Concat", ["blue", "green", "red"], ["swapped"], axis=1),
+        helper.make_node("Cast", ["swapped"], ["cast"], to=TensorProto.FLOAT, saturate=1),
+        constant("axes", np.int64([2, 3])),
+        helper.make_node("ReduceMean", ["cast", "axes"], ["flat"], keepdims=0, noop_with_empty_axes=0),
+        helper.make_node("Gemm", ["flat", "w"], ["y"]),
+    ]
+    source = user_file(tmp_path / "user.onnx", opset=opset, ir=10, nodes=nodes)
+    normalize_user_onnx(source, tmp_path / "fp32.onnx")  # which compares the answers
+    model = onnx.load(tmp_path / "fp32.onnx")
+    onnx.checker.check_model(model, full_check=True)
+    assert model.opset_import[0].version == 17
+    (mean,) = (node for node in model.graph.node if node.op_type == "ReduceMean")
+    assert attribute(mean, "axes", None) == [2, 3]
 
 
 @pytest.mark.parametrize("opset", [13, 18])
