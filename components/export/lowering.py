@@ -13,32 +13,22 @@ def lower(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     where they have their defaults; axes of reductions become attributes. What else is newer, the checker finds.
     """
     newer = model_opset(model)
-    functions = [("", kind) for kind in sorted({node.op_type for node in model.graph.node}) if not _known(kind, opset)]
-    if functions:
-        model = inliner.inline_selected_functions(model, functions, inline_schema_functions=True)
-    lowered = inline_constants(model)
+    kinds = sorted({node.op_type for node in model.graph.node})
+    functions = [("", kind) for kind in kinds if not defs.has(kind, opset)]
+    lowered = inline_constants(inliner.inline_selected_functions(model, functions, inline_schema_functions=True))
     constants = {tensor.name: tensor for tensor in lowered.graph.initializer}
     for node in lowered.graph.node:
-        if not (_known(node.op_type, opset) and _known(node.op_type, newer)):
+        if not defs.has(node.op_type, opset):
             continue
         old, new = (defs.get_schema(node.op_type, version) for version in (opset, newer))
-        for given in list(node.attribute):
-            default = new.attributes[given.name].default_value if given.name in new.attributes else None
-            is_default = default is not None and helper.get_attribute_value(given) == _value(default)
-            # Split in equal parts: the older one takes their number from its outputs.
-            if given.name not in old.attributes and (is_default or given.name == "num_outputs"):
+        for given in [given for given in node.attribute if given.name not in old.attributes]:
+            declared = new.attributes.get(given.name)  # None in a damaged file
+            is_default = declared is not None and given == declared.default_value
+            # The older Split takes the number of its equal parts from its outputs.
+            if is_default or given.name == "num_outputs":
                 node.attribute.remove(given)
         if "axes" in old.attributes and len(node.input) == 2 and node.input[1] in constants:
-            axes = numpy_helper.to_array(constants[node.input[1]]).tolist()
-            del node.input[1]
+            axes = numpy_helper.to_array(constants[node.input.pop()]).tolist()
             node.attribute.append(helper.make_attribute("axes", axes))
     next(entry for entry in lowered.opset_import if entry.domain in ("", "ai.onnx")).version = opset
     return lowered
-
-
-def _known(kind: str, opset: int) -> bool:
-    return bool(defs.has(kind, opset))
-
-
-def _value(default: onnx.AttributeProto) -> object:
-    return helper.get_attribute_value(default) if default.type else None

@@ -319,8 +319,8 @@ def test_other_opsets_are_converted(tmp_path, opset, ir, more):
 
 
 @pytest.mark.parametrize("opset", [20, 21])
-def test_what_torch_writes_by_default_is_put_in_older_words(tmp_path, opset):
-    """Operators, inputs and attributes of newer opsets, which onnx itself does not convert back."""
+def test_newer_operators_inputs_and_attributes_are_lowered(tmp_path, opset):
+    """As torch.onnx.export writes them by default; onnx itself does not convert them back."""
     nodes = [
         helper.make_node("Gelu", ["x"], ["exact"], approximate="none"),
         helper.make_node("Gelu", ["exact"], ["gelu"], approximate="tanh"),
