@@ -5,8 +5,9 @@
 Networks have random weights; the least score is set so that 20 candidates of an image reach it, as where a server
 answers, or 300, as where mAP is measured. On a CPU processor time of one thread counts, in turns, so that other
 processes matter little, and both must find the same objects. With TensorRT: RetinaNet in FP16, from images on the GPU
-to boxes on the host, a batch after the other; outside, all cores suppress. Either way only the anchors that `detect`
-looks at leave the network.
+to boxes on the host, each batch alone, and batches in a row, where one thread suppresses what the batch before
+returned while the GPU computes, as `evaluation.predict` has it. Either way only the anchors that `detect` looks at
+leave the network.
 """
 
 import statistics
@@ -25,7 +26,6 @@ from onnx import TensorProto, helper
 from torch import nn
 
 from benchmarks.results import Results, result_options
-from components.common.contracts.environment import num_cores
 from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes.architectures import build_model
 from components.common.runtimes.tensorrt import (
@@ -50,7 +50,8 @@ _MAX_PER_CLASS = 100
 _NUM_IMAGES = 20
 _ON_GPU = ("detection/retinanet_resnet50_fpn", 512, 5)
 _BATCH_SIZES = (1, 32)
-_NUM_TURNS = 30
+_NUM_TURNS = 9
+_IN_A_ROW = 50  # batches
 
 
 class _Decoded(nn.Module):
@@ -198,28 +199,32 @@ def _on_gpu(num_candidates: int, folder: Path) -> list[dict[str, Any]]:
     tensors = Tensors([{shapes.input_name: sizes}], outputs)  # type: ignore[dict-item]
     build_engine(folder / "inside.onnx", folder / "inside.plan", shapes=tensors, **levels)
     inside, rows = _Inside(folder / "inside.plan", shapes, outputs[0]), []
-    with ThreadPoolExecutor(num_cores()) as pool:
-        for batch in _BATCH_SIZES:
 
-            def run_outside(given: torch.Tensor) -> int:
-                found = pool.map(lambda each: detect(each, min_score=least), runner.infer(given))
-                return sum(map(len, found))
+    def suppressed(returned: np.ndarray) -> int:
+        return sum(len(detect(each, min_score=least)) for each in returned)
 
-            calls: dict[str, Callable[[torch.Tensor], Any]] = {
-                "network": runner.infer, "outside": run_outside, "inside": inside.find
-            }  # fmt: skip
-            given = images[:batch]
-            found = {"outside": run_outside(given), "inside": len(inside.find(given))}
-            seconds: dict[str, list[float]] = {name: [] for name in calls}
-            for turn in range(5 + _NUM_TURNS):
-                for name, call in calls.items():
-                    started = time.perf_counter()
-                    call(given)
-                    if turn >= 5:
-                        seconds[name].append(time.perf_counter() - started)
-            medians = {f"{name}_ms": 1e3 * statistics.median(values) for name, values in seconds.items()}
-            row = {"network": architecture, "batch": batch, "num_candidates": num_candidates, "num_found": found}
-            rows.append(row | medians)
+    for batch in _BATCH_SIZES:
+        given = images[:batch]
+        ways: dict[str, tuple[Callable[[torch.Tensor], np.ndarray], Callable[[np.ndarray], int]]] = {
+            "network": (runner.infer, len), "outside": (runner.infer, suppressed), "inside": (inside.find, len)
+        }  # fmt: skip
+        found = {name: then(first(given)) for name, (first, then) in ways.items() if name != "network"}
+        row = {"network": architecture, "batch": batch, "num_candidates": num_candidates, "num_found": found}
+        seconds: dict[str, list[float]] = {f"{name}_{how}": [] for how in ("alone", "in_a_row") for name in ways}
+        for turn in range(1 + _NUM_TURNS):
+            for name, (first, then) in ways.items():
+                started = time.perf_counter()
+                for _ in range(_IN_A_ROW):
+                    then(first(given))
+                alone = time.perf_counter()
+                with ThreadPoolExecutor(1) as behind:
+                    for _ in range(_IN_A_ROW):
+                        last = behind.submit(then, first(given))
+                    last.result()
+                if turn:  # the first one warms up
+                    seconds[f"{name}_alone"].append((alone - started) / _IN_A_ROW)
+                    seconds[f"{name}_in_a_row"].append((time.perf_counter() - alone) / _IN_A_ROW)
+        rows.append(row | {f"{name}_ms": 1e3 * statistics.median(values) for name, values in seconds.items()})
     runner.close()
     return rows
 
@@ -239,9 +244,10 @@ def main(results: Results) -> None:
     for run in runs:
         name = f"{run['network'].rpartition('/')[2]}_{run['num_candidates']}"
         name += f"_b{run['batch']}" if "batch" in run else ""
-        measures[f"{name}_inside_over_outside"] = run["outside_ms"] / run["inside_ms"]
+        for how in ("_alone", "_in_a_row") if with_plans else ("",):
+            measures[f"{name}{how}_inside_over_outside"] = run[f"outside{how}_ms"] / run[f"inside{how}_ms"]
     on_cpu = f"Medians of {_NUM_IMAGES} images, FP32 by OpenVINO; images/s over images/s."
-    on_gpu = f"Medians of {_NUM_TURNS} batches, FP16 by TensorRT at level 0; images/s over images/s."
+    on_gpu = f"Medians of {_NUM_TURNS} turns of {_IN_A_ROW} batches, FP16, TensorRT at level 0; images/s over images/s."
     results.write("nms", measures=measures, runs=runs, notes=on_gpu if with_plans else on_cpu)
 
 
