@@ -50,8 +50,8 @@ _MAX_PER_CLASS = 100
 _NUM_IMAGES = 20
 _ON_GPU = ("detection/retinanet_resnet50_fpn", 512, 5)
 _BATCH_SIZES = (1, 32)
-_NUM_TURNS = 9
-_IN_A_ROW = 50  # batches
+_NUM_TURNS = 5
+_IN_A_ROW = 20  # batches
 
 
 class _Decoded(nn.Module):
