@@ -291,6 +291,10 @@ class RepositoryConfig(Record):
     )
 
 
+# Settings that only classifiers have a use for, and what an error calls them.
+_OF_CLASSIFIERS = {"top_k": "--top-k", "keep_examples": "keeping examples", "shadow_share": "--shadow-share"}
+
+
 def write_repository(
     source: ModelSource, output: Path, config: RepositoryConfig, key: Path | None = None
 ) -> Artifact[RepositoryManifest]:
@@ -299,7 +303,8 @@ def write_repository(
     The statements of its source lie beside the manifest, and the signature where there is a key to sign with.
 
     Raises:
-        UserError: `output` exists, the names of model or classes can't be Triton's, or a plan has no weights.
+        UserError: `output` exists, the names of model or classes can't be Triton's, a plan has no weights, or a setting
+            is of classifiers alone.
     """
     check_new(output, "a model repository")
     name = config.name or source.name
@@ -328,12 +333,13 @@ def write_repository(
             code="stripped-plan",
             setting="export.engine_options",
         )
-    if config.shadow_share and not TASKS[bundle.task].classifies:
+    unused = [name for name in _OF_CLASSIFIERS if getattr(config, name) != RepositoryConfig.model_fields[name].default]
+    if unused and not TASKS[bundle.task].classifies:
         raise UserError(
-            f"a challenger can be compared with a classifier alone, and {bundle.architecture} is of {bundle.task}; "
-            "leave --shadow-share out",
+            f"{bundle.architecture} is of {bundle.task}, and {_OF_CLASSIFIERS[unused[0]]} is for classifiers alone; "
+            "leave that option out",
             code="other-task",
-            setting="shadow_share",
+            setting=unused[0],
         )
     with new_folder(output, "a model repository") as temporary:
         (_TextWriter if bundle.text is not None else _ImageWriter)(source, temporary, name, config).write()

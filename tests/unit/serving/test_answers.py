@@ -100,10 +100,11 @@ def test_predict_writes_json_and_pictures(masks: Running, files: list[Path], tmp
             enginery("predict", names[0], *url, option, 2)
 
 
-def test_challengers_and_drift_are_of_classifiers(segmentation_chain: Chain, tmp_path: Path) -> None:
+def test_challengers_drift_and_numbers_of_classes_are_of_classifiers(segmentation_chain: Chain, tmp_path: Path) -> None:
     with find_source(str(segmentation_chain.bundle), "int8") as source:
-        with refuses("other-task", "shadow_share"):
-            write_repository(source, tmp_path / "refused", RepositoryConfig(shadow_share=0.1))
+        for setting, value in {"shadow_share": 0.1, "top_k": 2, "keep_examples": True}.items():
+            with refuses("other-task", setting):
+                write_repository(source, tmp_path / "refused", RepositoryConfig(**{setting: value}))
         write_repository(source, tmp_path / "models", RepositoryConfig())
     for model in (segmentation_chain.bundle, tmp_path / "models"):
         with refuses("other-task"):
