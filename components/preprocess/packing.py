@@ -303,7 +303,7 @@ def resume(records: Path, digest: str, log: StepLog) -> None:
     if not plan.exists():
         write_atomically(plan, digest.encode())
         if num_shards := _move_finished(records, digest):
-            log.note(f"resuming where an earlier run stopped, with {num_shards} finished shards")
+            log.note(f"resuming where an earlier run stopped, finished shards: {num_shards}")
     elif plan.read_bytes() == digest.encode():
         log.note("resuming where an earlier run stopped")
     else:

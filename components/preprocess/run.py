@@ -97,4 +97,4 @@ def _close_part(
         shards=tuple(one.record.name for one in packed),
     )
     num_images = sum(one.record.num_images for one in packed)
-    return f"part {config.part}: {num_images:,} images in {len(packed)} shards, {num_rejected} rejected"
+    return f"part {config.part}: {num_images:,} images, {num_rejected} rejected (shards: {len(packed)})"

@@ -117,13 +117,15 @@ def launch(config: TrainConfig, log: StepLog, number: int, *, dataset: Path, out
         EngineryError: what the first process that failed said, or that one was killed once too often.
         Preempted: SIGTERM came; it was passed on, and they have saved.
     """
-    for num_left in range(config.max_restarts, 0, -1):
+    for restart in range(1, config.max_restarts + 1):
         try:
             return _launch(config, log, number, dataset, output)
         except EngineryError as error:
             if error.code != "process-killed":
                 raise
-            log.warning(f"{error}\nAll start again from the newest checkpoint, {num_left} times at most")
+            log.warning(
+                f"{error}\nAll start again from the newest checkpoint (restart {restart} of {config.max_restarts})"
+            )
     return _launch(config, log, number, dataset, output)
 
 

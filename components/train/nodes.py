@@ -155,8 +155,8 @@ def train_on_nodes(
             _remove(job, log)
     manifest = _copy_result(checkpoint, own, output)
     return (
-        f"{manifest.architecture} at {manifest.metrics['val_score_pct']:.2f} % {manifest.score_name} after "
-        f"{len(manifest.history)} epochs on {request.num_nodes} nodes"
+        f"{manifest.architecture} at {manifest.metrics['val_score_pct']:.2f} % {manifest.score_name} after epoch "
+        f"{len(manifest.history)} on {request.num_nodes} nodes"
     )
 
 

@@ -140,7 +140,7 @@ def _train(
     if done:
         seconds = trainer.history[done - 1].elapsed_s
         unit = TASKS[data.manifest.task].unit
-        log.note(f"{target:g} % {score_name} on validation {unit} after {done} epochs and {seconds:,.1f} seconds")
+        log.note(f"{target:g} % {score_name} on validation {unit} after epoch {done} and {seconds:,.1f} seconds")
     elif target:
         log.warning(
             f"validation never reached train.target_score_pct, which is {target:g}: the best of {config.epochs} epochs "
@@ -406,7 +406,7 @@ def _machine(world_size: int) -> str:
 def _outcome(checkpoint: Artifact[CheckpointManifest], world_size: int) -> str:
     manifest = checkpoint.manifest
     return (
-        f"{manifest.architecture} at {manifest.metrics['val_score_pct']:.2f} % {manifest.score_name} after "
-        f"{len(manifest.history)} epochs, {manifest.history[-1].train_images_per_s:,.0f} "
+        f"{manifest.architecture} at {manifest.metrics['val_score_pct']:.2f} % {manifest.score_name} after epoch "
+        f"{len(manifest.history)}, {manifest.history[-1].train_images_per_s:,.0f} "
         f"{TASKS[manifest.task].unit}/s on {_machine(world_size)}"
     )

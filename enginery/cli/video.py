@@ -103,7 +103,7 @@ def video(
         table.add_row(escape(stream.name), frames, dropped, escape(said), number(stream.latency_p99_ms, ",.0f"))
     console.print(table)
     if len(streams) > _MOST_ROWS:
-        console.print(f"and {len(streams) - _MOST_ROWS:,} more streams; summary.json has all")
+        console.print(f"and {len(streams) - _MOST_ROWS:,} more; summary.json has all")
     console.print(escape(outcome(analysis)))
     console.print(f"page: {escape(str(out / 'index.html'))}")
     if unread := [stream.name for stream in streams if not stream.num_labelled and stream.problem != NO_FRAME]:

@@ -130,7 +130,7 @@ def test_nodes_train_as_one_does(step: Step) -> None:
         code, said = step.train(output, nodes, **whole)
         assert code == 0, said
     assert "2 processes on 2 machines, 50 images each" in said
-    assert "after 3 epochs on 2 nodes" in said
+    assert "after epoch 3 on 2 nodes" in said
     alone = [epoch["val_loss"] for epoch in step.history("alone")]
     two = [epoch["val_loss"] for epoch in step.history("two")]
     assert two == pytest.approx(alone, rel=1e-4)

@@ -235,7 +235,7 @@ def test_the_next_run_resumes_the_packing_of_a_killed_one(all_digits: Path, tmp_
     run.wait_for_any(f"artifacts/*/preprocess/*/{MANIFEST}")
     (dataset,) = (path.parent for path in run.directory.glob(f"artifacts/*/preprocess/*/{MANIFEST}"))
     run.process.send_signal(signal.SIGINT)  # the other steps are of no interest here
-    assert f"resuming where an earlier run stopped, with {len(done)} finished shards" in run.end()
+    assert f"resuming where an earlier run stopped, finished shards: {len(done)}" in run.end()
     assert {name: (dataset / f"{name}.tar").stat().st_mtime_ns for name in done} == before
     unbroken = tmp_path / "unbroken"
     words = ("-m", "components.preprocess", "--data", all_digits, "--output", unbroken, "--shard-bytes", "1000000")

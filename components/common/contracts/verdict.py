@@ -268,7 +268,7 @@ def _classes(check: CheckSpec, evidence: Evidence, allowed: float) -> GateCheck:
     beyond = [entry for entry in own.worse_classes if round(-entry.delta_points, _DIGITS) > allowed]
     if beyond:
         named = ", ".join(_class_text(entry, allowed) for entry in beyond[:_MAX_NAMED])
-        more = f" and {len(beyond) - _MAX_NAMED} more classes" if len(beyond) > _MAX_NAMED else ""
+        more = f" and {len(beyond) - _MAX_NAMED} more" if len(beyond) > _MAX_NAMED else ""
         text = f"significantly worse: {named}{more}; allowed {allowed:g} points in a class"
         return check.found("fail", allowed, text, -beyond[0].delta_points)
     drop, text = 0.0, f"no class loses accuracy, allowed {allowed:g} points in a class"

@@ -187,7 +187,7 @@ BEE, DOG, FEW = class_loss("bee", 20), class_loss("dog", 40), class_loss("cat", 
         ((class_loss("bee", 10),), 0, "pass", "bee by 4.00 points (250 images)"),  # 4 points, though significant
         ((BEE,), 0, "fail", "significantly worse: bee by 8.00 points (250 images); allowed 5"),
         ((DOG, BEE), 0, "fail", "dog by 16.00 points (250 images), bee by 8.00 points (250 images)"),
-        ((DOG,) * 8, 0, "fail", "dog by 16.00 points (250 images) and 3 more classes; allowed"),
+        ((DOG,) * 8, 0, "fail", "dog by 16.00 points (250 images) and 3 more; allowed"),
         ((FEW,), 0, OPEN, "cat by 6.67 points (30 images); allowed 5 points; it may be chance"),
         ((), 2, OPEN, "; 2 classes have no validation image"),
         ((class_loss("bee", 10),), 1, OPEN, "; 1 class has no validation image"),

@@ -146,8 +146,8 @@ def test_a_kill_restarts_all(
     monkeypatch.setattr(_Group, "start", start)
     with refuses(code) if code else nullcontext():
         assert launch(config(), log, 2, dataset=tmp_path, output=tmp_path / "out") == "trained"
-    again = [re.findall("All start again .*, (.) times at most", text) for text in log.said]
-    assert again == [["3"], ["2"], ["1"]][: num_starts - 1]
+    again = [re.findall(r"All start again .* \(restart (.) of 3\)", text) for text in log.said]
+    assert again == [["1"], ["2"], ["3"]][: num_starts - 1]
 
 
 def test_torchrun_starts_a_process_that_resumes(train: Train, tiny_dataset: Dataset, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_two_nodes_train_and_log_into_the_steps_run(cluster: TrainerCluster, tin
     done = run_python(*words, CUDA_VISIBLE_DEVICES="", **variables)
     assert done.returncode == 0, done.stderr
     assert "2 processes on 2 machines, 8 images each" in done.stderr  # what node 0 printed
-    assert "after 1 epochs on 2 nodes" in done.stderr
+    assert "after epoch 1 on 2 nodes" in done.stderr
     checkpoint = load(tmp_path / "out", CheckpointManifest, verify=("",))
     assert len(checkpoint.manifest.history) == 1
     assert cluster.jobs == {}  # deleted

@@ -323,7 +323,7 @@ def test_training_ends_when_validation_reaches_the_target(train: Train) -> None:
     assert 0 < record.metrics["seconds_to_target"] == record.history[-1].elapsed_s
     assert log.epochs[-1] == record.metrics
     assert '"status": "success"' in checkpoint.file(MLLOG).read_text()
-    assert f"top-1 on validation images after {expected} epochs" in "".join(log.said)
+    assert f"top-1 on validation images after epoch {expected}" in "".join(log.said)
     log = Log()
     checkpoint = train(log, "never", target_score_pct=100, epochs=1)
     assert "epochs_to_target" not in checkpoint.manifest.metrics

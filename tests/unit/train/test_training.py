@@ -32,7 +32,7 @@ def test_it_learns_and_the_checkpoint_has_what_was_reported(digits_dataset: Data
     assert losses[0] < 1.3 * math.log(10)  # a model that knows nothing loses ln 10
     assert losses[1] < 0.6 * math.log(10)
     assert log.epochs[1]["val_score_pct"] > 50
-    assert f"timm/resnet10t at {log.epochs[1]['val_score_pct']:.2f} % top-1 after 2 epochs" in outcome
+    assert f"timm/resnet10t at {log.epochs[1]['val_score_pct']:.2f} % top-1 after epoch 2" in outcome
     assert (record.architecture, record.classes) == ("timm/resnet10t", tuple("0123456789"))
     assert record.inputs == {"dataset": digits_dataset.digest}
     assert (record.transform.resize_size, record.transform.crop_size) == (32, 32)
