@@ -39,8 +39,8 @@ _PIPELINES = Path(__file__).resolve().parents[2] / "pipelines"  # enginery's own
 _CONFIGS = _PIPELINES / "configs"
 _SHARED = ("architecture", "image_size", "seed")  # settings of one name and meaning in several steps
 _DESCRIPTIONS = {
-    "model": "Your model: .onnx, weights (.safetensors, .pt, .pth) of --architecture, a Checkpoint directory, or a "
-    "Bundle directory, of which only engines are built.",
+    "model": "Your classifier: .onnx, weights (.safetensors, .pt, .pth) of --architecture, a Checkpoint directory, or "
+    "a Bundle directory, of which only engines are built.",
     "num_parts": "Parts that the images are packed in, each on a machine of its own where the cluster has as many.",
     "seed": "Seed of the split, the weights, shuffling, augmentation and the choice of calibration images.",
 }

@@ -12,7 +12,7 @@ import psutil
 
 from components.common.contracts.environment import environment, gpus
 from components.common.contracts.errors import UserError
-from components.common.contracts.manifests import MANIFEST, claims_of
+from components.common.contracts.manifests import MANIFEST, check_task, claims_of
 from components.common.contracts.records import CALIBRATION_METHODS
 from components.common.contracts.settings import resolve
 from components.common.contracts.statistics import SIGNIFICANCE, chance_of
@@ -77,6 +77,7 @@ def check_inputs(arguments: Mapping[str, Any], *, in_containers: bool = False) -
         EngineryError: the model is damaged.
     """
     check_paths(arguments)
+    _check_task(arguments)
     _check_architecture(arguments)
     _check_pretrained(arguments)
     check_measurements(arguments, in_containers=in_containers)
@@ -101,6 +102,15 @@ def check_inputs(arguments: Mapping[str, Any], *, in_containers: bool = False) -
         f"listing {arguments['data']} takes long, so whether its validation images are enough for the gate is checked "
         "after preprocess"
     )
+
+
+def _check_task(arguments: Mapping[str, Any]) -> None:
+    """Refuse a Checkpoint or Bundle of another task, before its data is read as that of this one."""
+    file = Path(str(arguments.get("model") or "")) / MANIFEST
+    found = claims_of(file.read_bytes()).get("task") if file.is_file() else None
+    if isinstance(found, str) and found in TASKS:
+        fix = f"`enginery run {TASKS[found].pipeline}` trains and quantizes such models"
+        check_task(f"the model {file.parent}", found, task_of(str(arguments.get("architecture") or "")), fix)
 
 
 def _check_architecture(arguments: Mapping[str, Any]) -> None:

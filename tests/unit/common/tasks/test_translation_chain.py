@@ -15,6 +15,7 @@ from components.common.tasks.translation.runners import open_translator
 from components.common.tasks.translation.sentences import read_sentence
 from components.export.translation import read_pairs
 from components.train.trainer import Trainer
+from enginery.local.preflight import check_inputs
 from tests.steps import step
 from tests.unit.measurements import engine_entry
 from tests.unit.refusals import refuses
@@ -124,6 +125,12 @@ def test_a_method_of_other_networks_is_refused(translator: Chain, tmp_path: Path
     settings, source = {"calibration_method": "smoothquant"}, translator.checkpoint
     with refuses("other-task", "export.calibration_method"):
         step("export", tmp_path / "bundle", settings, model=source, dataset=translator.dataset)
+
+
+def test_a_translator_is_refused_before_its_data_is_read_as_images(translator: Chain, tmp_path: Path) -> None:
+    for model in (translator.checkpoint, translator.bundle):
+        with refuses("other-task", says="enginery run translation"):
+            check_inputs({"model": str(model), "data": str(tmp_path), "preprocess": {}})
 
 
 def test_another_vocabulary_is_refused(translator: Chain, tmp_path: Path) -> None:
