@@ -103,6 +103,7 @@ def class_losses(changes: tuple[ClassChange, ...]) -> tuple[tuple[ClassLoss, ...
 
 COMMIT_VARIABLE = "ENGINERY_COMMIT"  # set in container images, which hold no git checkout
 _PLACES = ("data", "class_names_file", "pretrained", "cache")  # fields that may name a folder or file of a machine
+_OF_OWN_MODELS = ("architecture", "image_size", "resize_ratio", "interpolation", "mean", "std")  # of export's settings
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -122,6 +123,9 @@ def gather_provenance(
     machines = {"preprocess": data.manifest.environment, "export": model.environment, "validate": environment()}
     if training is not None:
         configs["train"], machines["train"] = training.config, training.environment
+        configs["export"] = {name: value for name, value in model.config.items() if name not in _OF_OWN_MODELS}
+    elif model.transform is not None:
+        configs["export"] = {**model.config, "image_size": model.transform.crop_size}  # ONNX files have their own
     order = [step for step in ("preprocess", "train", "export", "validate") if step in configs]
     return Provenance(
         code=code_version(),

@@ -6,7 +6,7 @@ import io
 import json
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from components.common.contracts.manifests import Artifact, BundleManifest, Chec
 from components.common.contracts.records import measures
 from components.common.process.steplog import StepLog
 from components.common.registry.tracking import step_run
-from components.validate.report import read_thumbnails
+from components.validate.config import ValidateConfig
+from components.validate.report import gather_provenance, read_thumbnails
 from components.validate.report_text import outcome
 from components.validate.schema import Report, report_schema
 from tests.conftest import Bundle, Dataset
@@ -251,6 +252,13 @@ def test_provenance_leads_back(written: Written, chain: Chain) -> None:
     assert written.report.provenance.environments["train"].versions["torch"] in written.text
     assert chain.bundle.manifest.engines_missing in written.text
     assert str(Path(chain.dataset.manifest.config["data"]).parent) not in written.card + written.page  # both travel
+
+
+def test_settings_of_export_are_those_that_were_used(written: Written, chain: Chain) -> None:
+    configs = written.report.provenance.configs
+    assert (configs["train"]["image_size"], "image_size" in configs["export"]) == (32, False)
+    own = replace(chain.bundle, manifest=chain.bundle.manifest.model_copy(update={"training": None}))
+    assert gather_provenance(ValidateConfig(), own, chain.dataset).configs["export"]["image_size"] == 32
 
 
 def test_an_unmeasured_precision_is_a_verdict_without_comparison(chain: Chain, tmp_path: Path) -> None:
