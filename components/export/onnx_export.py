@@ -99,7 +99,11 @@ def export_onnx(model: torch.nn.Module, path: Path, shapes: ShapeSpec) -> None:
     for axis, size in zip(proto.graph.output[0].type.tensor_type.shape.dim[1:], sizes, strict=True):
         axis.dim_value = size
     _verify_export(proto, shapes)
-    write_atomically(path, fold_constants(proto).SerializeToString())
+    try:
+        folded = fold_constants(proto)
+    except UserError as error:  # the exporter wrote what ONNX Runtime can't run
+        raise _not_written(name, error.__cause__ or error) from error
+    write_atomically(path, folded.SerializeToString())
 
 
 def check_exportable(architecture: str, image_size: int) -> None:
@@ -160,13 +164,17 @@ def traced(
             )
             proto = inline_constants(onnx.load(Path(folder, "model.onnx")))
     except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError) as error:
-        message = (
-            f"export: torch can't write {name}: {shortened(_first_line(error), 200).rstrip('.')}. Choose another "
-            "architecture, or write its ONNX file yourself and give that as the model"
-        )
-        raise EngineryError(message, code="exporter-failed") from error
+        raise _not_written(name, error) from error
     proto.ir_version = IR_VERSION
     return proto
+
+
+def _not_written(name: str, error: BaseException) -> EngineryError:
+    return EngineryError(
+        f"export: torch can't write {name}: {shortened(_first_line(error), 200).rstrip('.')}. Choose another "
+        "architecture, or write its ONNX file yourself and give that as the model",
+        code="exporter-failed",
+    )
 
 
 def _write_rms_norm(graph: Any, x: Any, shape: Any, weight: Any, epsilon: Any) -> Any:
@@ -618,7 +626,7 @@ def _check_varies(answers: np.ndarray, last: onnx.NodeProto | None, source: Path
         )
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 import onnx
 import pytest
+import timm
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
@@ -141,6 +142,11 @@ def test_what_torch_can_not_export(tmp_path):
         export_onnx(Inverse(), tmp_path / "a.onnx", SHAPES)
     assert "linalg_inv" in str(caught.value)
     assert "Choose another architecture" in str(caught.value)
+    rotary = timm.create_model(
+        "vit_small_patch16_rope_mixed_224", embed_dim=32, depth=1, num_heads=2, img_size=(32, 32), num_classes=3
+    )
+    with refuses("exporter-failed", says="Expand"):  # its graph does not run
+        export_onnx(rotary, tmp_path / "b.onnx", ShapeSpec(height=32, width=32))
     assert not (tmp_path / "a.onnx").exists()
 
 
