@@ -39,7 +39,7 @@ _LINE_PREFIX = "@enginery-rank-0 "
 _PROGRESS_S = 0.1  # between two lines on progress
 _TAIL_LINES = 12  # of what the processes wrote, when none could say what happened
 # What gloo and NCCL's watchdog say when a process did not come to a meeting in time.
-_WAITED = r"Timed out waiting \d+ ?ms|collective operation timeout"
+WAITED = r"Timed out waiting \d+ ?ms|collective operation timeout"
 
 
 class LaunchSpec(Record):
@@ -218,7 +218,7 @@ def _failure(ends: dict[int, RankEnd], number: int, *, asked: bool, written: str
         return reported[0].as_error()
     if asked:
         return Preempted(stopped[0].message if stopped else "stopped by SIGTERM before the first step")
-    if any(re.search(_WAITED, text, re.IGNORECASE) for text in (written, *(end.message for end in failed))):
+    if any(re.search(WAITED, text, re.IGNORECASE) for text in (written, *(end.message for end in failed))):
         which = f"rank {', '.join(map(str, silent))} of them" if 0 < len(silent) < number else "one of them"
         return EngineryError(
             f"the {number} training processes were given up: they waited for each other longer than "

@@ -11,7 +11,7 @@ from components.common.contracts.errors import EngineryError, shortened
 from components.common.contracts.manifests import ALL_FILES, DatasetManifest, load
 from components.common.process.steplog import StepLog
 from components.train.config import TrainConfig
-from components.train.launching import check_alone, launch, num_processes
+from components.train.launching import WAITED, check_alone, launch, num_processes
 from components.train.nodes import leaving_final_errors, train_in_volume, train_on_nodes
 from components.train.train_job import JOB_VARIABLE, VOLUME_VARIABLE, TrainJobRequest
 from components.train.training import train
@@ -44,19 +44,24 @@ def run(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> st
 
 @contextmanager
 def naming_lost_processes() -> Iterator[None]:
-    """Translate the connection error after the end of another process of the user's torchrun.
+    """Translate the error of a library when another process of the user's torchrun has ended or is stuck.
 
     Raises:
-        EngineryError: a process has ended; its message says what to do.
+        EngineryError: one has or is; its message says what to do.
     """
     try:
         yield
     except RuntimeError as error:
-        if not re.search(_GONE, str(error)):
+        if re.search(WAITED, str(error), re.IGNORECASE):
+            code, what = "process-stuck", "did not answer within train.collective_timeout_s: see whether its GPU or "
+            what += "its storage hangs (nvidia-smi, dmesg), or raise the setting if a step may take that long"
+        elif re.search(_GONE, str(error)):
+            code, what = "process-lost", "has ended, and its own output says why"
+        else:
             raise
         raise EngineryError(
-            f"another of the {os.environ['WORLD_SIZE']} training processes has ended, and its own output says why; "
-            "training resumes from the newest checkpoint once all are started again, as torchrun --max-restarts does. "
-            f"The library says: {shortened(str(error))}",
-            code="process-lost",
+            f"another of the {os.environ['WORLD_SIZE']} training processes {what}; training resumes from the newest "
+            "checkpoint once all are started again, as torchrun --max-restarts does. The library says: "
+            f"{shortened(str(error))}",
+            code=code,
         ) from error

@@ -47,26 +47,43 @@ def test_an_external_torchrun(tiny_dataset: Dataset, tmp_path: Path, monkeypatch
 
 
 LOSING = """
-import atexit
+import atexit, os
 from components.train import run
 from components.train.__main__ import STEP
 
 def train(config, log, **folders):
     atexit.register(print, "an exit handler")
-    raise RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:17073")
+    raise RuntimeError(os.environ["SAID"])
 
 run.train = train
 STEP.command()()
 """
 
 
-def test_a_process_of_an_external_torchrun_that_loses_another_one_ends_at_once(tiny_dataset: Dataset, tmp_path) -> None:
+WATCHDOG = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        (
+            "[pair.cc:547] Connection closed by peer",
+            r"has ended.* Connection closed.*\[process-lost\]",
+        ),
+        (
+            "Timed out waiting 10000ms for recv operation to complete",
+            r"did not answer.*\[process-stuck\]",
+        ),
+        (WATCHDOG, r"did not answer within train.collective_timeout_s.*\[process-stuck\]"),
+    ],
+)
+def test_a_process_of_an_external_torchrun_that_loses_another_one_ends_at_once(
+    said: str, text: str, tiny_dataset: Dataset, tmp_path: Path
+) -> None:
     folders = ["--dataset", str(tiny_dataset.path), "--output", str(tmp_path / "out")]
-    ended = run_python("-c", LOSING, *folders, RANK="0", WORLD_SIZE="2")
+    ended = run_python("-c", LOSING, *folders, RANK="0", WORLD_SIZE="2", SAID=said)
     assert (ended.returncode, ended.stdout) == (1, "")  # those of libraries may wait for the process that is gone
-    assert re.search(
-        r"another of the 2 training processes has ended.* Connection closed.*\[process-lost\]", ended.stderr
-    )
+    assert re.search(f"another of the 2 training processes {text}", ended.stderr)
 
 
 def end(kind: Any, time: float, message: str = "x", exit_code: int = 1) -> RankEnd:
@@ -90,7 +107,6 @@ Root Cause (first observed failure):
 FIRST = "Root Cause (first observed failure):\n[0]:\n  rank      : 2 (local_rank: 2)\n  exitcode  : -9 (pid: 3)"
 LOST = end("unknown", 1, "rank 0: RuntimeError: Connection reset by peer")
 STUCK = end("unknown", 1, "rank 0: RuntimeError: Timed out waiting 8000ms for recv operation to complete")
-WATCHDOG = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"
 
 
 @pytest.mark.parametrize(
