@@ -28,6 +28,8 @@ _MAX_WHY = 500  # characters
 def audit(name: str, files: bool, as_json: bool) -> None:
     """Show why the champion of the registered model NAME is it: from its data's digest to every change of an alias.
 
+    Its approvals are among it, each with the reason where this machine's trust policy refuses it.
+
     The exit code is 1 when something does not fit together: an alias that the log does not explain, or digests that
     contradict each other. Of the champion the manifests are read, which hold the digests of all other files; those are
     read with --files, and whenever a version is promoted, loaded or released.

@@ -1,11 +1,12 @@
 """The history of a champion: from the digest of its data to every change of an alias."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import Field
 
+from components.common.contracts.digests import digest_bytes
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import (
     MANIFEST,
@@ -18,6 +19,7 @@ from components.common.contracts.records import Record
 from components.common.registry.audit_log import AuditLog, champions, entry_json, expected_aliases
 from components.common.registry.model_registry import PARTS, RegisteredVersion, Registry
 from components.common.registry.promotions import CHAMPION
+from components.common.registry.trust import approval_file, check_approval, find_policy
 from components.common.registry.version_evaluation import check_log
 from enginery.registry.promote import check_files
 
@@ -38,7 +40,7 @@ class Audit(Record):
     tracking_uri: str
     aliases: dict[str, str] = Field(description="Version by alias.")
     version: str = Field(description="That the chain is of: the champion, or what was asked for; empty for none.")
-    chain: tuple[Link, ...] = Field(description="From the dataset to the version.")
+    chain: tuple[Link, ...] = Field(description="From the dataset to the version and its approvals.")
     entries: tuple[dict[str, Any], ...] = Field(description="The audit log, oldest first.")
     files_checked: bool = Field(description="Whether every file of the champion was read; else its manifests alone.")
     problems: tuple[str, ...] = Field(description="What does not fit together; empty where all does.")
@@ -71,7 +73,9 @@ def trace(registry: Registry, name: str, *, files: bool = False) -> Audit:
                     "it was not registered by enginery, so nothing is known of its data", code="no-tags"
                 )
             chain = _chain(registry, version, problems)
-            check_log(version, entries, {link.name: link.digest for link in chain if link.name in PARTS})
+            digests = {link.name: link.digest for link in chain if link.name in PARTS}
+            check_log(version, entries, digests)
+            chain += tuple(_approvals(registry.statements(version), version, digests))
             if files:
                 check_files(registry, version)
         except EngineryError as error:
@@ -91,6 +95,21 @@ def trace(registry: Registry, name: str, *, files: bool = False) -> Audit:
         files_checked=files and bool(chain),
         problems=tuple(problems),
     )
+
+
+def _approvals(
+    statements: Mapping[str, bytes], version: RegisteredVersion, digests: Mapping[str, str]
+) -> Iterator[Link]:
+    """The approvals that lie with a version, where whoever writes to the registry may put what the policy refuses."""
+    for file, statement in statements.items():
+        environment = file.removeprefix("approval-").removesuffix(".dsse.json")
+        if file == approval_file(environment):
+            try:
+                check_approval(version.label, statement, environment, digests)
+                note = f"for {environment}" + ("" if find_policy() else "; without a trust policy nobody checks it")
+            except EngineryError as error:
+                note = str(error)
+            yield Link(name="approval", digest=digest_bytes(statement), note=note)
 
 
 def _unexplained(aliases: Mapping[str, str], expected: Mapping[str, str], model: str) -> list[str]:

@@ -18,7 +18,16 @@ from components.common.registry.store import sqlite_file
 from components.promote.config import PromoteConfig
 from enginery.cli.commands import cli
 from enginery.registry.models import version_summary
-from tests.unit.registered import CHANGED, PARTS, enginery, make_and_promote, promote_chain, refuses, register_failed
+from tests.unit.registered import (
+    CHANGED,
+    PARTS,
+    Machine,
+    enginery,
+    make_and_promote,
+    promote_chain,
+    refuses,
+    register_failed,
+)
 
 
 def test_models_lists_versions(three: str) -> None:
@@ -188,6 +197,17 @@ def test_audit_shows_the_chain_and_what_does_not_fit(three: str, registry: Regis
     assert done.exit_code == 1
     assert "and its tag says sha256:0" in done.output
     assert "@staging is version 2, by the log it is not set: it was changed without enginery" in done.output
+
+
+def test_audit_shows_approvals_and_which_the_policy_refuses(trusted: Machine, registry: Registry) -> None:
+    trusted.approve("m/1", "prod")
+    trusted.approve("m/1", "staging")
+    trusted.policy(board={"approves": ["prod"]})
+    done = enginery("audit", "m", "--json")
+    notes = [link["note"] for link in json.loads(done.stdout)["chain"] if link["name"] == "approval"]
+    assert done.exit_code == 0
+    assert "for prod" in notes
+    assert any("m version 1 is refused" in note and "approve for staging" in note for note in notes)
 
 
 def test_audit_says_what_it_read(three: str, registry: Registry) -> None:
