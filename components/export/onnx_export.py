@@ -33,7 +33,7 @@ MAX_RELATIVE_ERROR = 1e-3  # of the logits, against the largest logit
 
 _EXPORTER: Any = torch.onnx  # torch's stubs lack what is used of it here
 _TRACE_BATCH = 2  # not 1: a batch of one can be confused with a broadcast axis
-_USER_OPSETS = range(13, 22)
+_USER_OPSETS = range(7, 22)  # from what ONNX Runtime reads on
 _PROBE_SEED = 0
 _SUM_TOLERANCE = 1e-3  # of the probabilities of an image
 _MAX_SIDE = 8192  # pixels; a file may claim any size, and is tried with two images
@@ -261,7 +261,7 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
     keep their order.
 
     Args:
-        source: ONNX classifier of opset 13 to 21 with one [N, 3, H, W] float32 input, dynamic in N alone, and one
+        source: ONNX classifier of opset 7 to 21 with one [N, 3, H, W] float32 input, dynamic in N alone, and one
             [N, classes] float32 output of logits or of a softmax; without external data.
 
     Returns:
@@ -550,13 +550,13 @@ def _converted(proto: onnx.ModelProto, source: Path) -> onnx.ModelProto:
     initializers = {tensor.name for tensor in proto.graph.initializer}
     for index in reversed([i for i, value in enumerate(proto.graph.input) if value.name in initializers]):
         del proto.graph.input[index]
+    proto.ir_version = IR_VERSION  # before the conversion: initializers of IR 3 would have to be inputs
     opset = model_opset(proto)
     try:
         if opset > OPSET:
             proto = lower(proto, OPSET)
         elif opset < OPSET:
             proto = version_converter.convert_version(proto, OPSET)
-        proto.ir_version = IR_VERSION
         onnx.checker.check_model(proto, full_check=True)
     except (RuntimeError, version_converter.ConvertError, onnx.checker.ValidationError) as error:
         raise UserError(

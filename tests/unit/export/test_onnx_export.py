@@ -324,6 +324,41 @@ def test_other_opsets_are_converted(tmp_path, opset, ir, more):
     assert [value.name for value in model.graph.input] == ["x"]
 
 
+@pytest.mark.parametrize("opset", [7, 9, 12])
+def test_older_operators_inputs_and_attributes_are_converted(tmp_path, opset):
+    """As in the ONNX model zoo: initializers are inputs too, and Softmax is over all axes that follow."""
+    norm = [numpy_helper.from_array(np.float32([1, 2, 3]), name) for name in ("gamma", "beta", "mean", "variance")]
+    bias = numpy_helper.from_array(np.zeros(5, np.float32), "bias")
+    older = {"ratio": 0.5} if opset < 12 else {}
+    nodes = [
+        helper.make_node("BatchNormalization", ["x", *(tensor.name for tensor in norm)], ["normed"], epsilon=1e-3),
+        helper.make_node("Dropout", ["normed"], ["kept", "mask"], **older),
+        helper.make_node("ReduceSum", ["kept"], ["sums"], axes=[2, 3]),
+        helper.make_node("Squeeze", ["sums"], ["flat"], axes=[2, 3]),
+        helper.make_node("Gemm", ["flat", "w", "bias"], ["scores"], alpha=1e-3),
+        helper.make_node("Unsqueeze", ["scores"], ["maps"], axes=[2, 3]),
+        helper.make_node("Softmax", ["maps"], ["odds"]),
+        helper.make_node("Flatten", ["odds"], ["y"]),
+    ]
+    more = [*norm, bias]
+    inputs = [helper.make_tensor_value_info(tensor.name, TensorProto.FLOAT, tensor.dims) for tensor in more]
+    inputs.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, [3, 5]))
+    source = user_file(
+        tmp_path / "user.onnx",
+        opset=opset,
+        ir=3,
+        nodes=nodes,
+        more_inputs=inputs,
+        damage=lambda graph: graph.initializer.extend(more),
+    )
+    assert normalize_user_onnx(source, tmp_path / "fp32.onnx").had_softmax
+    images = random_images(SHAPES, 3)
+    logits, odds = (run_ort(onnx.load(path), images)["y"] for path in (tmp_path / "fp32.onnx", source))
+    np.testing.assert_allclose(torch.from_numpy(logits).softmax(1).numpy(), odds, atol=1e-6)
+    model = onnx.load(tmp_path / "fp32.onnx")
+    assert (model.opset_import[0].version, model.ir_version) == (17, 8)
+
+
 @pytest.mark.parametrize("opset", [20, 21])
 def test_newer_operators_inputs_and_attributes_are_lowered(tmp_path, opset):
     """As torch.onnx.export writes them by default; onnx itself does not convert them back."""
@@ -399,7 +434,7 @@ def test_torch_exports_of_other_opsets(net, tmp_path, opset):
         *(({"nodes": [*POOLED, *ZERO, *last]}, "constant-answers", "") for last in ([IDENTITY], [SHARES], [ODDS])),
         ({"nodes": [*POOLED, *ZERO, helper.make_node("Log", ["zeros"], ["y"])]}, "answers-not-finite", ""),
         ({"type": TensorProto.FLOAT16}, "wrong-type", "FLOAT16"),
-        ({"opset": 11}, "unsupported-opset", "opset 11, supported are 13 to 21"),
+        ({"opset": 6}, "unsupported-opset", "opset 6, supported are 7 to 21"),
         ({"opset": 22, "ir": 10}, "unsupported-opset", ""),
         ({"more_inputs": [MASK]}, "not-a-classifier", "['x', 'mask']"),
         ({"nodes": [FUSED], "imports": [helper.make_opsetid(FUSED.domain, 1)]}, "unsupported-operators", "t.FusedConv"),
