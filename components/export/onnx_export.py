@@ -281,7 +281,7 @@ def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
     classifier = _describe(proto, source)
     expected, alone = _probe(content, classifier, source)
     initializers = {tensor.name for tensor in proto.graph.initializer}
-    fits = opset == OPSET and proto.ir_version <= IR_VERSION
+    fits = opset == OPSET and proto.ir_version <= IR_VERSION and len(proto.opset_import) == 1
     if not fits or any(value.name in initializers for value in proto.graph.input):
         proto = _converted(proto, source)
         content = proto.SerializeToString()
@@ -546,7 +546,9 @@ def _dims(value: ValueInfoProto) -> list[int | str]:
 
 
 def _converted(proto: onnx.ModelProto, source: Path) -> onnx.ModelProto:
-    """The model at opset 17 and IR 8, without initializers among its inputs."""
+    """The model at opset 17 and IR 8, without initializers among its inputs, or imports of operators that it lacks."""
+    for index in reversed([i for i, entry in enumerate(proto.opset_import) if entry.domain not in ("", "ai.onnx")]):
+        del proto.opset_import[index]
     initializers = {tensor.name for tensor in proto.graph.initializer}
     for index in reversed([i for i, value in enumerate(proto.graph.input) if value.name in initializers]):
         del proto.graph.input[index]

@@ -324,6 +324,13 @@ def test_other_opsets_are_converted(tmp_path, opset, ir, more):
     assert [value.name for value in model.graph.input] == ["x"]
 
 
+def test_imports_of_operators_that_are_not_used_are_left_out(tmp_path):
+    """As ONNX Runtime writes them at its basic level; onnx knows no IR version for them."""
+    imports = [helper.make_opsetid("ai.onnx.ml", 5), helper.make_opsetid("com.microsoft.nchwc", 1)]
+    normalize_user_onnx(user_file(tmp_path / "user.onnx", imports=imports), tmp_path / "fp32.onnx")
+    assert [(entry.domain, entry.version) for entry in onnx.load(tmp_path / "fp32.onnx").opset_import] == [("", 17)]
+
+
 @pytest.mark.parametrize("opset", [7, 9, 12])
 def test_older_operators_inputs_and_attributes_are_converted(tmp_path, opset):
     """As in the ONNX model zoo: initializers are inputs too, and Softmax is over all axes that follow."""
