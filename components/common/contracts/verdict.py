@@ -252,8 +252,8 @@ def _above_chance(check: CheckSpec, evidence: Evidence, _: float) -> GateCheck:
         return check.found("pass", share_pct, f"{text}, above {always}", score)
     if round(score, _DIGITS) > share_pct:
         return check.open(share_pct, f"{text} may be above {always}, by chance: {doubt}", score)
-    classes = ", or its classes are in another order" if class_name else ""
-    text = f"{text} is not above {always}: the model has learned nothing{classes}"
+    classes = ", or its classes are in another order or its images prepared in another way than in its training"
+    text = f"{text} is not above {always}: the model has learned nothing{classes if class_name else ''}"
     return check.found("fail", share_pct, text, score)
 
 

@@ -164,6 +164,7 @@ def test_a_model_must_be_better_than_always_the_most_frequent_class(share_pct: f
     found = check("above_chance", accuracy_report(*rows, most_frequent_pct=share_pct))
     assert found.verdict == verdict
     assert f"of {worse.upper()} 90.00" in found.explanation
+    assert ("images prepared in another way" in found.explanation) == (verdict == "fail")
 
 
 def class_loss(name: str, lost: int, num_images: int = 250, p: float = 0.001) -> ClassLoss:
