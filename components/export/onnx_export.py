@@ -3,6 +3,7 @@
 Opset 17, IR 8, classic exporter: what TensorRT 8.6's parser reads. Newer runtimes read it too.
 """
 
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,10 +48,12 @@ _ELEMENTWISE: dict[str, Callable[..., np.ndarray]] = {  # with constants, what m
     ),
 }
 _LIMITED: dict[str, Callable[[np.ndarray], np.ndarray]] = {"Exp": np.exp, "Tanh": np.tanh}
-_PICKS = {"ArgMax", "Equal", "Greater", "GreaterOrEqual", "Hardmax", "Less", "LessOrEqual", "OneHot"}
+_PICKS = {"ArgMax", "Equal", "Greater", "GreaterOrEqual", "Hardmax", "Less", "LessOrEqual", "OneHot", "TopK"}
+_QUANTIZED = re.compile("Quantize|Integer|NBits|^Q[A-Z]")  # operators of ONNX, and of ONNX Runtime
 _LINEAR = {"Add", "Conv", "Gemm", "GlobalAveragePool", "MatMul", "ReduceMean"}  # whose answers may be small by chance
 _REEXPORT = (
-    "Re-export it with torch.onnx.export(model, torch.zeros(2, 3, height, width), path, dynamo=False, "
+    "Export it again with a dynamic batch and all else fixed, from torch by torch.onnx.export(model, "
+    "torch.zeros(2, 3, height, width), path, dynamo=False, "
     'opset_version=17, input_names=["images"], output_names=["logits"], '
     'dynamic_axes={"images": {0: "batch"}, "logits": {0: "batch"}}).'
 )
@@ -346,6 +349,9 @@ def _parse(content: bytes, path: Path) -> onnx.ModelProto:
         raise UserError(
             f"{path}: defines functions of its own, supported are plain graphs. {_REEXPORT}", code="unsupported-graph"
         )
+    operators = {node.op_type for node in proto.graph.node}
+    if quantized := sorted(filter(_QUANTIZED.search, operators)):
+        raise UserError(f"{path}: is already quantized ({quantized}). Give the FP32 model.", code="already-quantized")
     foreign = sorted(
         {f"{node.domain}.{node.op_type}" for node in proto.graph.node if node.domain not in ("", "ai.onnx")}
     )
@@ -355,14 +361,9 @@ def _parse(content: bytes, path: Path) -> onnx.ModelProto:
             "Give the model as exported, before any optimizer of another runtime.",
             code="unsupported-operators",
         )
-    operators = {node.op_type for node in proto.graph.node}
     if found := operators & {"If", "Loop", "Scan"}:
         message = f"{path}: holds control flow ({sorted(found)}), supported are plain graphs. {_REEXPORT}"
         raise UserError(message, code="unsupported-graph")
-    if found := operators & {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "ConvInteger"}:
-        raise UserError(
-            f"{path}: is already quantized ({sorted(found)}). Give the FP32 model.", code="already-quantized"
-        )
     for tensor in inline_constants(proto).graph.initializer:
         if tensor.data_type != TensorProto.FLOAT:
             continue
@@ -386,7 +387,8 @@ def _describe(proto: onnx.ModelProto, path: Path) -> OnnxClassifier:
         raise UserError(
             f"{path}: has inputs {[value.name for value in inputs]} and outputs "
             f"{[value.name for value in proto.graph.output]}, expected one image input and one logits output. "
-            "Export the classifier alone, without auxiliary heads.",
+            f"Export the classifier alone, or cut it out: onnx.utils.extract_model('{path.name}', 'single.onnx', "
+            "['INPUT'], ['LOGITS']), where these are the names of the input and the output to keep.",
             code="not-a-classifier",
         )
     image, logits = inputs[0], proto.graph.output[0]
@@ -406,6 +408,18 @@ def _describe(proto: onnx.ModelProto, path: Path) -> OnnxClassifier:
             f"TensorFlow; expected [N, 3, H, W]. {fix}",
             code="channels-last",
         )
+    if len(size) == 4 and (dynamic := [name for name in size[1:] if not isinstance(name, int)]):
+        if "?" not in dynamic:
+            fix = (
+                f"Fix each of {', '.join(dynamic)} at its size in training, one after the other, by: python -m "
+                f"onnxruntime.tools.make_dynamic_shape_fixed --dim_param {dynamic[0]} --dim_value SIZE {path.name} "
+                "fixed.onnx."
+            )
+        raise UserError(
+            f"{path}: input '{image.name}' has shape {size}, expected [N, 3, H, W], a fixed height and width with only "
+            f"the batch dynamic. {fix}",
+            code="dynamic-size",
+        )
     if len(size) != 4 or size[1] != 3:
         if len(size) == 4 and size[1] == 1:
             fix = (
@@ -421,13 +435,7 @@ def _describe(proto: onnx.ModelProto, path: Path) -> OnnxClassifier:
             f"axis. {fix}",
             code="fixed-batch",
         )
-    height, width = size[2:]
-    if not (isinstance(height, int) and isinstance(width, int)):
-        raise UserError(
-            f"{path}: input '{image.name}' has shape {size}, expected a fixed height and width with only the batch "
-            f"dynamic. {fix}",
-            code="dynamic-size",
-        )
+    height, width = (int(side) for side in size[2:])
     if max(height, width) > _MAX_SIDE:
         message = f"{path}: input '{image.name}' has shape {size}, supported are sides of at most {_MAX_SIDE:,}"
         raise UserError(message, code="image-too-large")
@@ -530,9 +538,11 @@ def _check_type(value: ValueInfoProto, path: Path, role: str, shape: str) -> Non
     element = value.type.tensor_type.elem_type
     if element != TensorProto.FLOAT:
         names = {number: name for name, number in TensorProto.DataType.items()}
+        fix = "Export the FP32 model; lower precisions are made from it."
+        if element not in (TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE):
+            fix = "Export it with float images, which export.mean and export.std scale, and with logits."
         raise UserError(
-            f"{path}: {role} '{value.name}' has type {names.get(element, element)}, expected FLOAT {shape}. "
-            "Export the FP32 model; lower precisions are made from it.",
+            f"{path}: {role} '{value.name}' has type {names.get(element, element)}, expected FLOAT {shape}. {fix}",
             code="wrong-type",
         )
 

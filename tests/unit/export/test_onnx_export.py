@@ -277,6 +277,7 @@ RING = ("onnx-does-not-run", "")
 MASK = helper.make_tensor_value_info("mask", TensorProto.FLOAT, ["N"])
 FUSED = helper.make_node("FusedConv", ["x", "w"], ["y"], domain="com.microsoft")
 NUMBERS = [*POOLED, helper.make_node("ArgMax", ["scores"], ["y"])]
+SORTED = [*POOLED, constant("k", [5]), helper.make_node("TopK", ["scores", "k"], ["y", "class"])]
 NAN_BIAS = [constant("bias", np.full(5, np.nan, np.float32)), helper.make_node("Add", ["scores", "bias"], ["y"])]
 ZERO = [constant("none", np.float32(0)), helper.make_node("Mul", ["scores", "none"], ["zeros"])]
 IDENTITY, SHARES, ODDS = (helper.make_node(name, ["zeros"], ["y"]) for name in ("Identity", "Softmax", "Sigmoid"))
@@ -400,7 +401,9 @@ def test_torch_exports_of_other_opsets(net, tmp_path, opset):
     ("changes", "code", "said"),
     [
         ({"input_shape": (1, 3, 16, 24)}, "fixed-batch", "dynamic_axes"),
-        ({"input_shape": ("N", 3, "H", "W")}, "dynamic-size", "['N', 3, 'H', 'W']"),
+        ({"input_shape": ("N", 3, "H", "W")}, "dynamic-size", "--dim_param H --dim_value"),
+        ({"input_shape": ("N", "C", "H", "W")}, "dynamic-size", "Fix each of C, H, W "),
+        ({"input_shape": ("N", 3, None, None)}, "dynamic-size", "dynamic_axes"),
         ({"input_shape": ("N", 1, 16, 24)}, "wrong-input-shape", "images.mean(1, keepdim=True)"),
         ({"input_shape": ("N", 3, 16)}, "wrong-input-shape", ""),
         ({"input_shape": ("N", 16, 24, 3)}, "channels-last", "tf2onnx.convert"),
@@ -440,12 +443,22 @@ def test_torch_exports_of_other_opsets(net, tmp_path, opset):
         ({"nodes": [constant("axes", [1]), *POOLED, *SOFTMAX]}, "probabilities", ""),
         *(({"nodes": [*POOLED, *ZERO, *last]}, "constant-answers", "") for last in ([IDENTITY], [SHARES], [ODDS])),
         ({"nodes": [*POOLED, *ZERO, helper.make_node("Log", ["zeros"], ["y"])]}, "answers-not-finite", ""),
-        ({"type": TensorProto.FLOAT16}, "wrong-type", "FLOAT16"),
+        ({"nodes": SORTED}, "classes-not-logits", "TopK"),
+        ({"type": TensorProto.FLOAT16}, "wrong-type", "Export the FP32 model"),
+        ({"type": TensorProto.UINT8}, "wrong-type", "export.mean"),
         ({"opset": 6}, "unsupported-opset", "opset 6, supported are 7 to 21"),
         ({"opset": 22, "ir": 10}, "unsupported-opset", ""),
-        ({"more_inputs": [MASK]}, "not-a-classifier", "['x', 'mask']"),
+        ({"more_inputs": [MASK]}, "not-a-classifier", "extract_model('user.onnx'"),
         ({"nodes": [FUSED], "imports": [helper.make_opsetid(FUSED.domain, 1)]}, "unsupported-operators", "t.FusedConv"),
-        ({"nodes": [helper.make_node("QuantizeLinear", ["x", "w"], ["y"])]}, "already-quantized", ""),
+        *(
+            ({"nodes": [helper.make_node(name, ["x", "w"], ["y"], domain=domain)]}, "already-quantized", name)
+            for name, domain in (
+                ("QuantizeLinear", ""),
+                ("MatMulInteger", ""),
+                ("QLinearGlobalAveragePool", "com.microsoft"),
+                ("MatMulNBits", "com.microsoft"),
+            )
+        ),
         ({"nodes": MEAN_OF_ALL}, "onnx-does-not-run", "two images"),
         ({"nodes": ONE_IMAGE}, "wrong-output-shape", "a batch of 2"),
         ({"nodes": [*POOLED, *NAN_BIAS]}, "weights-not-finite", "'bias'"),
