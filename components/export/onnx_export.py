@@ -65,7 +65,7 @@ def _fix(proto: onnx.ModelProto) -> str:
     if proto.producer_name == "tf2onnx" or (len(size) == 4 and size[3] == 3 != size[1]):
         return (
             f"Convert it again by: python -m tf2onnx.convert --saved-model DIR --opset {OPSET} --inputs-as-nchw INPUT "
-            "--output FILE.onnx, where INPUT is its name in TensorFlow, such as "
+            "--output FILE.onnx, where Keras' model.export(DIR) writes DIR, and INPUT is its name in TensorFlow, as "
             f"{proto.graph.input[0].name.removesuffix(':0')}:0 (from_keras of tf2onnx takes inputs_as_nchw=[INPUT])."
         )
     return _REEXPORT

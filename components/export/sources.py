@@ -105,8 +105,8 @@ def check_file(model: Path, architecture: str) -> None:
         raise UserError(message, code="architecture-missing", setting="architecture")
     if suffix not in (".onnx", *WEIGHT_SUFFIXES):
         message = (
-            f"{model} is neither .onnx nor weights ({', '.join(WEIGHT_SUFFIXES)}): export the model by "
-            "torch.onnx.export, or save its state_dict"
+            f"{model} is neither .onnx nor weights ({', '.join(WEIGHT_SUFFIXES)}): write the model as "
+            "ONNX (torch.onnx.export, tf2onnx, paddle2onnx), or save its state_dict"
         )
         raise UserError(message, code="unknown-model-format", setting="model")
     refuse_lfs_pointer(model)

@@ -406,7 +406,7 @@ def test_torch_exports_of_other_opsets(net, tmp_path, opset):
         ({"input_shape": ("N", 3, None, None)}, "dynamic-size", "dynamic_axes"),
         ({"input_shape": ("N", 1, 16, 24)}, "wrong-input-shape", "images.mean(1, keepdim=True)"),
         ({"input_shape": ("N", 3, 16)}, "wrong-input-shape", ""),
-        ({"input_shape": ("N", 16, 24, 3)}, "channels-last", "tf2onnx.convert"),
+        ({"input_shape": ("N", 16, 24, 3)}, "channels-last", "model.export(DIR)"),
         ({"input_shape": ("N", 16, 24, 3)}, "channels-last", "x:0"),
         ({"output_shape": ["N", 1]}, "one-output", ""),
         ({"output_shape": ["N", 5, 1, 1]}, "wrong-output-shape", "torch.nn.Flatten()"),
