@@ -223,6 +223,13 @@ SOFTMAX = [  # of other operators
     helper.make_node("ReduceSum", ["odds", "axes"], ["sum"]),
     helper.make_node("Div", ["odds", "sum"], ["y"]),
 ]
+MEAN_OF_SOFTMAXES = [
+    helper.make_node("Softmax", ["scores"], ["first"]),
+    helper.make_node("Softmax", ["first"], ["second"]),
+    helper.make_node("Add", ["first", "second"], ["sum"]),
+    constant("half", np.float32(0.5)),
+    helper.make_node("Mul", ["sum", "half"], ["y"]),
+]
 CHOICE = [helper.make_node("ArgMax", ["scores"], ["class"], axis=1, keepdims=0)]
 ONE_HOT = [
     constant("depth", 5),
@@ -441,6 +448,7 @@ def test_torch_exports_of_other_opsets(net, tmp_path, opset):
         ({"nodes": [*POOLED, *CHOICE, *FROM_TABLE]}, "classes-not-logits", "ArgMax"),
         ({"nodes": NUMBERS, "output_type": TensorProto.INT64}, "classes-not-logits", "ArgMax"),
         ({"nodes": [constant("axes", [1]), *POOLED, *SOFTMAX]}, "probabilities", ""),
+        ({"nodes": [*POOLED, *MEAN_OF_SOFTMAXES]}, "probabilities", "not of one softmax"),
         *(({"nodes": [*POOLED, *ZERO, *last]}, "constant-answers", "") for last in ([IDENTITY], [SHARES], [ODDS])),
         ({"nodes": [*POOLED, *ZERO, helper.make_node("Log", ["zeros"], ["y"])]}, "answers-not-finite", ""),
         ({"nodes": SORTED}, "classes-not-logits", "TopK"),
