@@ -27,6 +27,8 @@ from components.preprocess.sources.samples import (
 )
 
 MAX_NUMBER = 1e9  # of a box
+_TRAIN_NAMES = ("train", "training")
+_TEST_NAMES = ("test", "testing")
 
 
 @dataclass(kw_only=True)
@@ -74,7 +76,7 @@ class Encoding(Protocol):
 class Found:
     """Annotations of a tree, before classes have labels."""
 
-    images: "Mapping[str, tuple[File, str, Encoding]]"  # by path; split "train", "val" or "" for either
+    images: "Mapping[str, tuple[File, str, Encoding]]"  # by path; split "train", "val" or "" for that of its folder
     classes: ClassNames
     refused: dict[str, str]  # why images can't be used
 
@@ -86,8 +88,9 @@ class Found:
             labels = {key: known[names.names[label]] for key, label in labels.items() if names.names[label] in known}
             names = options.names
         samples = [
-            (split, replace(sample_of(file, 0), annotation=annotated.encoded(labels)))
-            for _, (file, split, annotated) in sorted(self.images.items())
+            (of, replace(sample_of(file, 0), annotation=annotated.encoded(labels)))
+            for path, (file, split, annotated) in sorted(self.images.items())
+            if (of := split or split_of(folder_of(path))) is not None
         ]
         source = Source(classes=names.names, splits=split_samples(samples, options, self.refused), storage=storage)
         return with_refused(source, self.refused)
@@ -97,6 +100,8 @@ def split_samples(
     samples: Sequence[tuple[str, Sample]], options: Options, refused: Mapping[str, str]
 ) -> dict[str, list[Sample]]:
     """Samples by split, from each one and the split that its path names, "" for none; held out where one is empty.
+
+    Those of no split are training images, unless there are no others to validate with.
 
     Raises:
         UserError: too few are left besides those that were `refused`.
@@ -110,22 +115,21 @@ def split_samples(
     splits: dict[str, list[Sample]] = {"train": [], "val": [], "": []}
     for split, sample in samples:
         splits[split].append(sample)
-    free = splits.pop("")
+    splits["train"] += splits.pop("")
     if not all(splits.values()):
-        train, val = hold_out_share([*splits["train"], *splits["val"], *free], "the data", options)
+        train, val = hold_out_share([*splits["train"], *splits["val"]], "the data", options)
         return {"train": train, "val": val}
-    splits["train"] += free
     return splits
 
 
 def split_of(path: str, val_names: Sequence[str] = VAL_NAMES) -> str | None:
     """The split that a path names; "" for none, None for a test split, which is neither."""
     words = re.split("[^a-z]+", path.lower())
-    if "train" in words:
+    if any(name in words for name in _TRAIN_NAMES):
         return "train"
     if any(name in words for name in val_names):
         return "val"
-    return None if "test" in words else ""
+    return None if any(name in words for name in _TEST_NAMES) else ""
 
 
 _Fit = tuple[bool, bool, int, bool]

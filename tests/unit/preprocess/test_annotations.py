@@ -583,6 +583,41 @@ def test_names_of_yolo_that_do_not_number_the_classes_are_refused(names: str, tm
         packed(tmp_path / "data", tmp_path / "x")
 
 
+@pytest.mark.parametrize(("train", "val"), [("train", "val"), ("Training", "Validation"), ("", "val")])
+@pytest.mark.parametrize("format_name", ["coco", "voc", "yolo"])
+def test_the_folders_of_images_split_them_where_their_annotations_do_not(
+    format_name: str, train: str, val: str, tmp_path: Path
+) -> None:
+    root = tmp_path / "data"
+    {"coco": write_coco, "voc": write_voc, "yolo": write_yolo}[format_name](tmp_path / "made")
+    images = {path.stem: path for path in (tmp_path / "made").rglob("*.png")}
+    labels = {path.stem: path for path in (tmp_path / "made" / "labels").rglob("*.txt")}
+    for name, path in images.items():
+        folder = Path(val if name in "bd" else train)
+        for kind, file in (("images", path), ("labels", labels.get(name))):
+            if file is not None:
+                (root / kind / folder).mkdir(parents=True, exist_ok=True)
+                file.rename(root / kind / folder / file.name)
+    if format_name == "coco":
+        (root / "annotations.json").write_text(json.dumps(coco("abcd")), encoding="utf-8")
+    elif format_name == "voc":
+        (tmp_path / "made" / "Annotations").rename(root / "Annotations")
+    else:
+        (root / "data.yaml").write_text("names: [cat, dog]\n", encoding="utf-8")
+    dataset = packed(root, tmp_path / "x")
+    assert {Path(one["path"]).stem for one in listing(dataset, "val")} == {"b", "d"}
+    assert objects(dataset).keys() == OBJECTS.keys()
+
+
+def test_images_of_a_test_folder_are_none_of_a_file_that_names_all(tmp_path: Path) -> None:
+    write_images(tmp_path / "data" / "images" / "train", "ab")
+    write_images(tmp_path / "data" / "images" / "testing", "cd")
+    (tmp_path / "data" / "instances.json").write_text(json.dumps(coco("abcd")), encoding="utf-8")
+    dataset = packed(tmp_path / "data", tmp_path / "x")
+    assert objects(dataset).keys() == {"a", "b"}
+    assert dataset.manifest.num_rejected == 0
+
+
 def test_loops_of_links_between_images_and_annotations_end(tmp_path: Path) -> None:
     write_coco(tmp_path / "data")
     (tmp_path / "data" / "again").symlink_to(".")
