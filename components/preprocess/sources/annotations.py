@@ -6,6 +6,7 @@ since the image's own size decides.
 
 import json
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
@@ -144,7 +145,7 @@ class Index:
         self._by_stem: dict[str, list[File]] = {}
         self._other_names: set[str] = set()  # of what is read as no image
         for path, file in files.items():
-            name = path.rpartition("/")[2]
+            name = _composed(path.rpartition("/")[2])
             if not is_image_name(path):
                 self._other_names.add(name)
             else:
@@ -155,15 +156,14 @@ class Index:
         """Find the image of each pair of a file and a name in it, unless another pair fits that image better.
 
         An image that is not there is so none of the same name in another folder or split, which has its own
-        annotations. With `by_stem` also by the stem of the file that names it.
+        annotations. With `by_stem` first by the stem of the file that names it, since names within files get stale.
         """
         found: dict[tuple[str, str], tuple[File, _Fit]] = {}
         best: dict[str, _Fit] = {}
         for named_in, name in named:
             path = _slashed(name)
-            one = self._named(path, named_in)
-            if one is None and by_stem:
-                one = self._best(self._by_stem.get(PurePosixPath(named_in).stem, []), path, named_in)
+            own = self._by_stem.get(_composed(PurePosixPath(named_in).stem), []) if by_stem else []
+            one = self._best(own, path, named_in) or self._named(path, named_in)
             if one is not None:
                 file, fit = found[named_in, name] = one
                 best[file.path] = max(fit, best.get(file.path, fit))
@@ -192,7 +192,7 @@ class Index:
             shared = next(
                 (at for at, pair in enumerate(zip(own, parts, strict=False)) if pair[0] != pair[1]), len(parts)
             )
-            is_end = f"/{file.path}".endswith(f"/{name}")
+            is_end = f"/{_composed(file.path)}".endswith(f"/{name}")
             return is_end, split_of(file.path) == split_of(named_in), shared, "images" in own[:-1]
 
         ranked = sorted(((fit(file), file) for file in found), key=lambda pair: pair[0], reverse=True)
@@ -224,7 +224,12 @@ def example(refused: Mapping[str, str]) -> str:
 
 
 def _slashed(name: str) -> str:
-    return name.replace("\\", "/").lstrip("./")
+    return _composed(name.replace("\\", "/").lstrip("./"))
+
+
+def _composed(name: str) -> str:
+    """A name in one of the spellings of its letters: macOS writes an umlaut as two characters."""
+    return unicodedata.normalize("NFC", name)
 
 
 def quoted(value: Any) -> str:

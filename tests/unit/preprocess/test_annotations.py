@@ -618,6 +618,22 @@ def test_images_of_a_test_folder_are_none_of_a_file_that_names_all(tmp_path: Pat
     assert dataset.manifest.num_rejected == 0
 
 
+def test_xml_of_renamed_images_that_names_others_is_of_the_image_of_its_own_name(tmp_path: Path) -> None:
+    write_voc(tmp_path / "data")
+    for name, stale in zip("abcd", "bcda", strict=True):
+        file = tmp_path / "data" / "Annotations" / f"{name}.xml"
+        file.write_text(file.read_text(encoding="utf-8").replace(f">{name}.png", f">{stale}.png"), encoding="utf-8")
+    dataset = packed(tmp_path / "data", tmp_path / "x")
+    assert objects(dataset) == {name: [list(box) for box in boxes] for name, boxes in OBJECTS.items()}
+
+
+def test_names_with_umlauts_of_macos_and_of_others_are_the_same(tmp_path: Path) -> None:
+    write_images(tmp_path / "data", ["a\u0308", "b", "o\u0308", "d"])
+    content = json.dumps(coco("abcd"), ensure_ascii=False).replace("a.png", "ä.png").replace("c.png", "ö.png")
+    (tmp_path / "data" / "annotations.json").write_text(content, encoding="utf-8")
+    assert packed(tmp_path / "data", tmp_path / "x").manifest.num_rejected == 0
+
+
 def test_loops_of_links_between_images_and_annotations_end(tmp_path: Path) -> None:
     write_coco(tmp_path / "data")
     (tmp_path / "data" / "again").symlink_to(".")
