@@ -82,7 +82,8 @@ def coco(tree: Tree, files: Mapping[str, File], *, with_outlines: bool = False) 
         refused[place] = f"its id is that of another image, too: {quoted(key)} in {path}"
     used = {kind for content in parsed.values() for kind in content.objects.kinds()}
     taken = {classes[key] for key in used & classes.keys()}
-    # Roboflow's files begin with a category that no annotation has, at times of a class's own name.
+    # Roboflow's files begin with a category that no annotation has: that of all others, or of a class's own name.
+    taken |= {name for content in parsed.values() for name in content.groups}
     classes = {key: name for key, name in classes.items() if key in used or name not in taken}
     keys = sorted(classes, key=lambda key: (str(type(key)), key))
     names = tuple(classes[key] for key in keys)
@@ -210,6 +211,7 @@ class _CocoImage(NamedTuple):
 class _CocoFile:
     images: dict[Any, tuple[str, tuple[int, int] | None]] = field(default_factory=dict)  # by id: name and size
     categories: dict[Any, str] = field(default_factory=dict)
+    groups: set[str] = field(default_factory=set)  # names of categories of categories
     twice: dict[str, Any] = field(default_factory=dict)  # names of images whose id is that of another, too
     objects: _CocoObjects
 
@@ -243,6 +245,7 @@ def _coco_file(tree: Tree, path: str, with_outlines: bool) -> _CocoFile | None:
                 if "id" not in entry or entry.get("name") in (None, ""):
                     raise _no_coco(where, f"a category has no id or name: {quoted(entry)}")
                 name = str(entry["name"])
+                content.groups |= {str(entry.get("supercategory"))} - {name}
                 if content.categories.setdefault(entry.get("id"), name) != name:
                     other = content.categories[entry.get("id")]
                     raise UserError(

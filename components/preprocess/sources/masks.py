@@ -53,7 +53,8 @@ def masks_source(tree: Tree, storage: Storage, options: Options) -> Source:
         if len(own_images) > 1:
             refused |= {file.path: f"{len(own_images)} images of one name, and so of one mask" for file in own_images}
         elif not own:
-            refused[own_images[0].path] = "it has no mask"
+            name = key.rpartition("/")[2]
+            refused[own_images[0].path] = f"it has no mask: none in masks/ is called {name}.png"
         elif len(own) > 1:
             refused[own_images[0].path] = "it has several masks: " + ", ".join(file.path for file in own)
         elif (split := split_of(key.rpartition("/")[0])) is not None:
@@ -97,8 +98,9 @@ def _class_names(tree: Tree, files: dict[str, File], options: Options) -> tuple[
 
 def _with_background(classes: ClassNames) -> ClassNames:
     """COCO's categories behind a class for the rest of an image, which may be one of them."""
-    names = (_BACKGROUND, *(name for name in classes.names if name != _BACKGROUND))
-    return ClassNames(names, {key: names.index(classes.names[label]) for key, label in classes.labels.items()})
+    known = [_BACKGROUND if name.strip("_") == _BACKGROUND else name for name in classes.names]  # labelme's has them
+    names = (_BACKGROUND, *(name for name in known if name != _BACKGROUND))
+    return ClassNames(names, {key: names.index(known[label]) for key, label in classes.labels.items()})
 
 
 def _check(names: tuple[str, ...], tree: Tree) -> None:

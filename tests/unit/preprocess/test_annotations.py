@@ -634,6 +634,19 @@ def test_names_with_umlauts_of_macos_and_of_others_are_the_same(tmp_path: Path) 
     assert packed(tmp_path / "data", tmp_path / "x").manifest.num_rejected == 0
 
 
+def test_a_category_of_all_others_is_no_class_and_one_of_itself_is(tmp_path: Path) -> None:
+    content = coco("abcd")
+    content["categories"] = [
+        {"id": 0, "name": "animals-of-mine", "supercategory": "none"},
+        {"id": 10, "name": "cat", "supercategory": "animals-of-mine"},
+        {"id": 11, "name": "dog", "supercategory": "animals-of-mine"},
+        {"id": 12, "name": "person", "supercategory": "person"},  # without an object, too
+    ]
+    write_images(tmp_path / "data", "abcd")
+    (tmp_path / "data" / "_annotations.coco.json").write_text(json.dumps(content), encoding="utf-8")
+    assert packed(tmp_path / "data", tmp_path / "x").manifest.classes == ("cat", "dog", "person")
+
+
 def test_loops_of_links_between_images_and_annotations_end(tmp_path: Path) -> None:
     write_coco(tmp_path / "data")
     (tmp_path / "data" / "again").symlink_to(".")

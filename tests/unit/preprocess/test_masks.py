@@ -185,13 +185,14 @@ def test_polygons_of_coco_and_what_is_wrong_with_them(tmp_path: Path) -> None:
     assert "Something is wrong with 11 of 15 annotations" in dataset.file("data_card.html").read_text(encoding="utf-8")
 
 
-def test_a_background_among_the_categories_of_coco_is_the_background(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["background", "_background_"])
+def test_a_background_among_the_categories_of_coco_is_the_background(name: str, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for number in range(2):
         gradient(HEIGHT, WIDTH, shift=number * 11).save(tmp_path / "data" / f"{number}.png")
     content = {
         "images": [{"id": number, "file_name": f"{number}.png"} for number in range(2)],
-        "categories": [{"id": 3, "name": "cat"}, {"id": 5, "name": "background"}, {"id": 7, "name": "dog"}],
+        "categories": [{"id": 3, "name": "cat"}, {"id": 5, "name": name}, {"id": 7, "name": "dog"}],
         "annotations": [
             {"id": kind, "image_id": 0, "category_id": kind, "segmentation": [[x, 0, x + 8, 0, x + 8, 8, x, 8]]}
             for x, kind in ((0, 3), (10, 5), (20, 7))
@@ -332,7 +333,7 @@ def test_without_masks_or_names_and_with_too_few_or_many_classes(tmp_path: Path)
     (data / "classes.txt").write_text("\n".join(CLASSES), encoding="utf-8")
     for mask in data.glob("*/masks/*.png"):
         mask.rename(mask.with_stem(f"{mask.stem}_mask"))
-    with refuses("too-few-images", says="such as train/images/0.jpg: it has no mask"):
+    with refuses("too-few-images", says="such as train/images/0.jpg: it has no mask: none in masks/ is called 0.png"):
         packed(data, tmp_path / "x")
     table = tmp_path / "table.csv"
     table.write_text("path,label\na.jpg,b\n", encoding="utf-8")
