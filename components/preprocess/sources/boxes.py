@@ -25,7 +25,15 @@ from components.preprocess.sources.annotations import (
 )
 from components.preprocess.sources.coco import coco
 from components.preprocess.sources.folders import File, Tree, is_image_name, sample_of, shown
-from components.preprocess.sources.samples import ClassNames, Options, Source, Storage, parse_class_names, plain_names
+from components.preprocess.sources.samples import (
+    VAL_NAMES,
+    ClassNames,
+    Options,
+    Source,
+    Storage,
+    parse_class_names,
+    plain_names,
+)
 
 WANTED = (
     "put the annotations beside the images: COCO JSON (annotations.json or instances_train.json), Pascal VOC "
@@ -38,6 +46,7 @@ _MOST_SHARE = 2.0  # of YOLO's numbers: a box may reach out of the image
 _NUM_READERS = 8  # of many small files
 _NAME_FILES = ("data.yaml", "data.yml", "dataset.yaml", "classes.txt", "obj.names", "_darknet.labels")
 _LISTS = "ImageSets/Main"
+_LIST_SPLITS = {"train.txt": "train", **{f"{name}.txt": "val" for name in VAL_NAMES}, "test.txt": "test"}
 _FLAG = re.compile(r"\s+-?[01]$")  # of lists: whether a class is in the image
 _VOC = re.compile(r"<annotation[\s/>]")
 
@@ -72,9 +81,8 @@ def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | Non
         return None
     folders = {folder_of(path) for path in read}
     index = Index(files)
-    stems = {PurePosixPath(path).stem for path in texts}
-    listed = {split: _voc_lists(tree, files, split, stems) for split in ("train", "val")}
-    is_listed = all(any(lists.values()) for lists in listed.values())
+    listed = _voc_lists(tree, files, {end for path in texts for end in _ends(path)})
+    is_listed = all(any(listed[split].values()) for split in ("train", "val"))
     images: dict[str, tuple[File, str, Annotated]] = {}
     refused = {
         path: f"no annotations of Pascal VOC: {text.problem}"
@@ -85,10 +93,9 @@ def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | Non
     parsed: dict[str, tuple[Annotated, str, str]] = {}  # with the split and the image's name
     for path, text in sorted(read.items()):
         stem = PurePosixPath(path).stem
-        split = split_of(folder_of(path))
-        if is_listed:
-            split = next((name for name, lists in listed.items() if _is_in(lists, path)), None)
-        if split is None:
+        in_list = next((name for name, lists in listed.items() if _is_in(lists, path)), None)
+        split = in_list if in_list or is_listed else split_of(folder_of(path))
+        if split is None or split == "test":
             continue
         try:
             annotated, name = _voc_image(text.value)
@@ -107,37 +114,52 @@ def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | Non
             images[file.path] = (file, split, annotated)
             kinds |= {kind for *_, kind, _ in annotated.objects}
     if not listed["train"]:
-        damaged = {PurePosixPath(path).stem for path in texts if path in refused}
+        not_used = {PurePosixPath(path).stem for path in texts if path in refused or _is_in(listed["test"], path)}
         others = unnamed(files, images, refused, "no XML file names it")
-        refused |= {path: why for path, why in others.items() if PurePosixPath(path).stem not in damaged}
-    for split, lists in listed.items() if is_listed else ():
-        for folder, names in lists.items():
-            missing = names - {PurePosixPath(path).stem for path in texts if path.startswith(folder)}
-            refused |= dict.fromkeys(missing, f"{folder}{_LISTS}/{split}.txt names it, and it has no XML file")
+        refused |= {path: why for path, why in others.items() if PurePosixPath(path).stem not in not_used}
+    for split in ("train", "val") if is_listed else ():
+        for each, names in listed[split].items():
+            missing = names - {end for path in texts if _is_beside(path, each) for end in _ends(path)}
+            refused |= dict.fromkeys(missing, f"{each} names it, and it has no XML file")
     return Found(images=images, classes=plain_names(sorted(kinds)), refused=refused)
 
 
-def _voc_lists(tree: Tree, files: Mapping[str, File], split: str, stems: Collection[str]) -> dict[str, set[str]]:
-    """Names of a split by the folder that ImageSets lies in; a flag behind a name is no part of it."""
-    end = f"{_LISTS}/{split}.txt"
-    lists = {}
+def _voc_lists(tree: Tree, files: Mapping[str, File], known: Collection[str]) -> dict[str, dict[str, set[str]]]:
+    """What each list of a split names, by split and the list's path; a flag behind a name is no part of it.
+
+    Args:
+        tree: with the lists.
+        files: of the tree.
+        known: names of XML files, with and without their folders.
+    """
+    listed: dict[str, dict[str, set[str]]] = {"train": {}, "val": {}, "test": {}}
     for path in files:
-        if f"/{path}".endswith(f"/{end}"):
-            lines = map(str.strip, tree.read(path).decode("utf-8-sig", errors="replace").splitlines())
-            lists[path.removesuffix(end)] = {
-                _stem(line) if _stem(line) in stems else _stem(_FLAG.sub("", line)) for line in lines if line
-            }
-    return lists
+        folder, _, name = path.rpartition("/")
+        if (split := _LIST_SPLITS.get(name.lower())) is not None and f"/{folder}".endswith(f"/{_LISTS}"):
+            names = listed[split][path] = set()
+            for line in map(str.strip, tree.read(path).decode("utf-8-sig", errors="replace").splitlines()):
+                spellings = [spelling(each) for each in (line, _FLAG.sub("", line)) for spelling in (_bare, _stem)]
+                names |= {next((each for each in spellings if each in known), spellings[-1])} - {""}
+    return listed
 
 
 def _is_in(lists: Mapping[str, set[str]], path: str) -> bool:
-    return any(path.startswith(folder) and PurePosixPath(path).stem in names for folder, names in lists.items())
+    return any(_is_beside(path, each) and not names.isdisjoint(_ends(path)) for each, names in lists.items())
+
+
+def _is_beside(path: str, listing: str) -> bool:
+    return path.startswith(listing.rpartition(_LISTS)[0])
+
+
+def _ends(path: str) -> list[str]:
+    """Names of a file without its extension: alone, and with each of the folders it is in."""
+    return _ends_of(path.rpartition(".")[0])
 
 
 def _voc_image(text: str) -> tuple[Annotated, str]:
     """Raises ValueError or ParseError."""
     if "<!DOCTYPE" in text or "<!ENTITY" in text:
-        raise ValueError("it declares entities")
+        raise ValueError("it declares entities: remove its DOCTYPE")
     root = ElementTree.fromstring(text)  # noqa: S314  # without entities, and of bounded size
     sides = [root.findtext(f"size/{side}") or "" for side in ("width", "height")]
     size = (int(sides[0]), int(sides[1])) if all(side.isdecimal() and int(side) for side in sides) else None
@@ -254,6 +276,12 @@ def _yolo_names(tree: Tree, files: Mapping[str, File]) -> tuple[str, ...] | None
     return None
 
 
+def _ends_of(path: str) -> list[str]:
+    """A path with ever fewer of its first folders."""
+    parts = [part for part in path.strip().replace("\\", "/").split("/") if part not in ("", ".", "..")]
+    return ["/".join(parts[at:]) for at in range(len(parts))]
+
+
 # --- both
 
 
@@ -294,8 +322,12 @@ def _texts(storage: Storage, files: list[File], most_bytes: int) -> Iterator[tup
 
 def _stem(path: str) -> str:
     """The name of an image, with or without its folder and extension."""
-    name = path.rpartition("/")[2]
-    return name.rpartition(".")[0] if is_image_name(name) else name
+    return _bare(path).rpartition("/")[2]
+
+
+def _bare(path: str) -> str:
+    """The path of an image without an extension."""
+    return path.rpartition(".")[0] if is_image_name(path) else path
 
 
 def _number(text: str) -> float | None:

@@ -358,7 +358,7 @@ def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path) -> None:
     (voc / "Annotations" / "d.xml").write_text(f"<annotation>{twice}</annotation>", encoding="utf-8")
     found = packed(voc, tmp_path / "x", max_bad_fraction=0.9)
     why = rejected(found.path)
-    assert why.pop("Annotations/a.xml") == "no annotations of Pascal VOC: it declares entities"
+    assert why.pop("Annotations/a.xml") == "no annotations of Pascal VOC: it declares entities: remove its DOCTYPE"
     assert why.pop("Annotations/ä.xml").startswith("no annotations of Pascal VOC: not UTF-8 at byte 12: save it")
     assert {path: reason.partition(":")[0] for path, reason in why.items()} == {
         "Annotations/e.xml": "no annotations of Pascal VOC",  # and e.png is not left out once more
@@ -616,6 +616,46 @@ def test_images_of_a_test_folder_are_none_of_a_file_that_names_all(tmp_path: Pat
     dataset = packed(tmp_path / "data", tmp_path / "x")
     assert objects(dataset).keys() == {"a", "b"}
     assert dataset.manifest.num_rejected == 0
+
+
+@pytest.mark.parametrize(
+    ("lists", "train", "val", "others"),
+    [
+        ({"Train": "abc", "Validation": "d"}, "abc", "d", ""),  # as CVAT calls them
+        ({"train": "abc", "val": "d", "trainval": "abcd", "cat_val": "a"}, "abc", "d", ""),
+        ({"trainval": "ab", "test": "cd"}, None, None, "cd"),
+        ({"train": "ab", "val": "c", "test": "d"}, "ab", "c", "d"),
+    ],
+)
+def test_lists_of_voc_by_any_of_their_names(
+    lists: dict[str, str], train: str | None, val: str | None, others: str, tmp_path: Path
+) -> None:
+    write_voc(tmp_path / "data")
+    folder = tmp_path / "data" / "ImageSets" / "Main"
+    for file in folder.iterdir():
+        file.unlink()
+    for name, listed in lists.items():
+        (folder / f"{name}.txt").write_text("\n".join(listed), encoding="utf-8")
+    dataset = packed(tmp_path / "data", tmp_path / "x", max_bad_fraction=0.9)
+    found = {split: {Path(one["path"]).stem for one in listing(dataset, split)} for split in ("train", "val")}
+    assert train is None or found == {"train": set(train), "val": set(val or "")}
+    assert set.union(*found.values()) == set("abcd") - set(others)
+
+
+def test_lists_of_voc_tell_apart_images_of_one_name_in_two_folders(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    write_voc(root)
+    for old, new in zip("abcd", ("one/a", "one/b", "two/a", "two/b"), strict=True):
+        for kind, suffix in (("JPEGImages", "png"), ("Annotations", "xml")):
+            (root / kind / new).parent.mkdir(exist_ok=True)
+            (root / kind / f"{old}.{suffix}").rename(root / kind / f"{new}.{suffix}")
+        file = root / "Annotations" / f"{new}.xml"
+        file.write_text(file.read_text(encoding="utf-8").replace(f">{old}.png", f">{new}.png"), encoding="utf-8")
+    (root / "ImageSets" / "Main" / "train.txt").write_text("one/b\ntwo/a\n", encoding="utf-8")
+    (root / "ImageSets" / "Main" / "val.txt").write_text("one/a\nJPEGImages/two/b.png\ntwo/b\n", encoding="utf-8")
+    dataset = packed(root, tmp_path / "x", max_bad_fraction=0.9)
+    found = {split: {one["path"][11:-4] for one in listing(dataset, split)} for split in ("train", "val")}
+    assert found == {"train": {"one/b", "two/a"}, "val": {"one/a", "two/b"}}
 
 
 def test_xml_of_renamed_images_that_names_others_is_of_the_image_of_its_own_name(tmp_path: Path) -> None:
