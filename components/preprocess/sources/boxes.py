@@ -24,7 +24,7 @@ from components.preprocess.sources.annotations import (
     unnamed,
 )
 from components.preprocess.sources.coco import coco
-from components.preprocess.sources.folders import File, Tree, is_image_name, sample_of, shown
+from components.preprocess.sources.folders import File, Tree, is_image_name, joined, sample_of, shown
 from components.preprocess.sources.samples import (
     VAL_NAMES,
     ClassNames,
@@ -45,9 +45,11 @@ _MAX_REASON = 200
 _MOST_SHARE = 2.0  # of YOLO's numbers: a box may reach out of the image
 _NUM_READERS = 8  # of many small files
 _NAME_FILES = ("data.yaml", "data.yml", "dataset.yaml", "classes.txt", "obj.names", "_darknet.labels")
+_NAME_ENDS = (".yaml", ".yml", *_NAME_FILES)
 _LISTS = "ImageSets/Main"
 _LIST_SPLITS = {"train.txt": "train", **{f"{name}.txt": "val" for name in VAL_NAMES}, "test.txt": "test"}
 _FLAG = re.compile(r"\s+-?[01]$")  # of lists: whether a class is in the image
+_ABSOLUTE = re.compile(r"/|\\|[A-Za-z]:")
 _VOC = re.compile(r"<annotation[\s/>]")
 
 
@@ -182,14 +184,14 @@ def _voc_image(text: str) -> tuple[Annotated, str]:
 
 def _yolo(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | None:
     """A line per object: class, then centre and size in shares of the image, or a polygon's corners."""
-    names = _yolo_names(tree, files)
+    names, folder, description = _yolo_names(tree, files)
+    splits = _yolo_splits(tree, files, folder, description)
     texts = {
         path: file
         for path, file in files.items()
         if path.endswith(".txt") and path.rpartition("/")[2] not in _NAME_FILES
     }
-    own = {path: _label_path(path) for path in files if is_image_name(path)}
-    own = {path: found for path, found in own.items() if split_of(folder_of(path)) is not None}
+    own = {path: _label_path(path) for path, split in splits.items() if split is not None}
     labelled = {path: next((each for each in paths if each in texts), "") for path, paths in own.items()}
     if not any(labelled.values()):
         return None
@@ -204,13 +206,16 @@ def _yolo(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | No
             continue
         for number, line in enumerate(read[label_path].value.splitlines() if label_path else (), 1):
             if line.strip():
-                _add_yolo_object(annotated, f"line {number}", line)
-        images[path] = (files[path], split_of(folder_of(path)) or "", _without_copies(annotated))
+                # keypoints come behind the box
+                words = line.split()[: 5 if "kpt_shape" in description else None]
+                _add_yolo_object(annotated, f"line {number}", words)
+        images[path] = (files[path], splits[path] or "", _without_copies(annotated))
         most = max([most, *(kind for *_, kind, _ in annotated.objects)])
-    used = set(labelled.values())
-    folders = {folder_of(path) for path in used if path}
+    used = {next((each for each in _label_path(path) if each in texts), "") for path in splits}
+    folders = {folder_of(path) for path in labelled.values() if path}
     for path in sorted(texts):
-        if path not in used and folder_of(path) in folders and split_of(folder_of(path)) is not None:
+        is_label = folder_of(path) in folders or "labels" in path.split("/")[:-1]
+        if path not in used and is_label and split_of(folder_of(path)) is not None:
             refused[path] = "labels of an image that is not there"
     if names is None:
         names = tuple(str(label) for label in range(min(most + 1, _MAX_UNNAMED)))
@@ -227,8 +232,8 @@ def _label_path(image: str) -> list[str]:
     return [f"{each}.txt" for each in (*moved, stem)]
 
 
-def _add_yolo_object(annotated: Annotated, name: str, line: str) -> None:
-    values = [_number(word) for word in line.split()]
+def _add_yolo_object(annotated: Annotated, name: str, words: list[str]) -> None:
+    values = [_number(word) for word in words]
     if None in values or len(values) < 5 or (len(values) > 5 and len(values) % 2 == 0):
         annotated.refused.append((name, "no class and box of five numbers", False))
         return
@@ -237,7 +242,7 @@ def _add_yolo_object(annotated: Annotated, name: str, line: str) -> None:
         annotated.refused.append((name, f"unknown class: {kind:g}", False))
         return
     if max(rest) > _MOST_SHARE:
-        what = f"in pixels, and YOLO asks for shares of the image's sides: {quoted(line)}"
+        what = f"in pixels, and YOLO asks for shares of the image's sides: {quoted(' '.join(words))}"
         annotated.refused.append((name, what, False))
         return
     if len(rest) == 4:
@@ -248,32 +253,96 @@ def _add_yolo_object(annotated: Annotated, name: str, line: str) -> None:
     annotated.objects.append((name, *corners, int(kind), 0))
 
 
-def _yolo_names(tree: Tree, files: Mapping[str, File]) -> tuple[str, ...] | None:
-    """The classes' names in order; None where no file tells."""
-    named = sorted((path.count("/"), path) for path in files if path.rpartition("/")[2].lower() in _NAME_FILES)
-    for _, path in named:
-        where, text = shown(tree.name, path), tree.read(path).decode("utf-8-sig", errors="replace")
-        if not path.lower().endswith((".yaml", ".yml")):
-            return parse_class_names(text, where).names
-        try:
-            names = (yaml.safe_load(text) or {}).get("names")
-        except (yaml.YAMLError, AttributeError, RecursionError):
-            raise UserError(
-                f"{where} is no YAML that can be read; write it again", code="damaged-annotations"
-            ) from None
-        if isinstance(names, dict) and sorted(map(str, names)) == sorted(map(str, range(len(names)))):
-            names = [{str(key): value for key, value in names.items()}[str(label)] for label in range(len(names))]
-        if isinstance(names, list) and names:
-            return parse_class_names("\n".join(map(str, names)), where).names
-        if names:
-            raise UserError(
-                f"{where} has names that are neither a list nor numbered from 0 to {len(names) - 1} without a gap; "
-                "number the classes as the labels do"
-                if isinstance(names, dict)
-                else f"{where} has names that are no list: {quoted(names)}; list the classes in the labels' order",
-                code="damaged-annotations",
-            )
-    return None
+def _yolo_names(tree: Tree, files: Mapping[str, File]) -> tuple[tuple[str, ...] | None, str, Mapping[str, Any]]:
+    """The classes' names in order, None where no file tells; folder and content of the YAML file that names them.
+
+    Raises:
+        UserError: the file can't be used, or another one beside it names other classes.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    folder, description = "", dict[str, Any]()
+    for depth, path in sorted((path.count("/"), path) for path in files if path.lower().endswith(_NAME_ENDS)):
+        name, where = path.rpartition("/")[2].lower(), shown(tree.name, path)
+        if found and depth > next(iter(found)).count("/"):
+            break
+        is_yaml, is_sure = name.endswith((".yaml", ".yml")), name in _NAME_FILES
+        text = tree.read(path).decode("utf-8-sig", errors="replace") if is_yaml or is_sure else ""
+        content = _yaml(text, where, is_sure=is_sure) if is_yaml else {}
+        if content.get("names"):
+            found[path] = _names_of_yaml(content["names"], where)
+            folder, description = folder_of(path), content
+        elif is_sure and not is_yaml:
+            found[path] = parse_class_names(text, where).names
+    first = next(iter(found), "")
+    if other := next((path for path, names in found.items() if names != found[first]), ""):
+        raise UserError(
+            f"{shown(tree.name, other)} names other classes than {first}, or in another order; remove the wrong one",
+            code="other-classes",
+        )
+    return found.get(first), folder, description
+
+
+def _yaml(text: str, where: str, *, is_sure: bool) -> dict[str, Any]:
+    """The content of a YAML file; nothing for one of another kind whose name promises nothing. Raises UserError."""
+    try:
+        content = yaml.safe_load(text) or {}
+    except (yaml.YAMLError, RecursionError, ValueError):
+        content = None
+    if isinstance(content, dict):
+        return content
+    if is_sure:
+        raise UserError(f"{where} is no YAML that can be read; write it again", code="damaged-annotations")
+    return {}
+
+
+def _names_of_yaml(names: Any, where: str) -> tuple[str, ...]:
+    """Raises UserError."""
+    if isinstance(names, dict) and sorted(map(str, names)) == sorted(map(str, range(len(names)))):
+        names = [{str(key): value for key, value in names.items()}[str(label)] for label in range(len(names))]
+    if isinstance(names, list):
+        return parse_class_names("\n".join(map(str, names)), where).names
+    raise UserError(
+        f"{where} has names that are neither a list nor numbered from 0 to {len(names) - 1} without a gap; "
+        "number the classes as the labels do"
+        if isinstance(names, dict)
+        else f"{where} has names that are no list: {quoted(names)}; list the classes in the labels' order",
+        code="damaged-annotations",
+    )
+
+
+def _yolo_splits(
+    tree: Tree, files: Mapping[str, File], folder: str, description: Mapping[str, Any]
+) -> dict[str, str | None]:
+    """The split of each image, as split_of: what the YAML file of a folder says, if it has two, else its folder's.
+
+    It names folders or lists of images, from where the data lay when it was written.
+    """
+    images = [path for path in files if is_image_name(path)]
+    said: dict[str, str | None] = {}
+    for split in ("train", "val"):
+        entries = description.get(split)
+        for entry in entries if isinstance(entries, list) else [entries]:
+            ends = [joined(folder, end) for end in _places(entry, description.get("path"))]
+            listed = next((end for end in ends if end in files and end.endswith(".txt")), None)
+            if listed is not None:
+                lines = tree.read(listed).decode("utf-8-sig", errors="replace").splitlines()
+                own = [next((e for e in _ends_of(line) if joined(folder, e) in files), "") for line in lines]
+                said |= {joined(folder, each): split for each in own if each}
+            else:
+                own = next(filter(None, ([path for path in images if path.startswith(f"{end}/")] for end in ends)), [])
+                said |= dict.fromkeys(own, split)
+    if {"train", "val"} <= set(said.values()):
+        return {path: said.get(path) for path in images}
+    return {path: split_of(folder_of(path)) for path in images}
+
+
+def _places(entry: Any, root: Any) -> list[str]:
+    """Paths that an entry of a YAML file can mean: of a path of another machine only the last folders are known."""
+    if not isinstance(entry, str):
+        return []
+    ends = _ends_of(entry)
+    roots = _ends_of(root)[:1] if isinstance(root, str) else []
+    return ends if _ABSOLUTE.match(entry) else [*(joined(root, ends[0]) for root in roots if ends), *ends[:1]]
 
 
 def _ends_of(path: str) -> list[str]:

@@ -687,6 +687,66 @@ def test_a_category_of_all_others_is_no_class_and_one_of_itself_is(tmp_path: Pat
     assert packed(tmp_path / "data", tmp_path / "x").manifest.classes == ("cat", "dog", "person")
 
 
+@pytest.mark.parametrize(
+    ("text", "every", "val"),
+    [
+        ("path: ../datasets/mine\ntrain: [images/one, images/two]\nval: images/three\n", "abcd", "d"),
+        ("path: images\ntrain: [../one, two]\nval: three\n", "abcd", "d"),
+        ("train: /x/images/one\nval: C:\\data\\images\\two\n", "abc", "bc"),
+        ("train: lists/train.txt\nval: val.txt\n", "abcd", "bc"),
+        ("train: images/one\nval: images/test\n", "ae", "e"),
+        ("train: images\nval: images\n", "abcd", None),  # the same images: a share is held out
+        ("train: ../one/images\nval: ../two/images\n", "abcd", None),  # which are not there
+    ],
+)
+def test_splits_of_yolo_are_those_of_its_yaml_file(text: str, every: str, val: str | None, tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    for folder, names in (("one", "a"), ("two", "bc"), ("three", "d"), ("test", "e")):
+        write_images(root / "images" / folder, names)
+        (root / "labels" / folder).mkdir(parents=True)
+        for name in names:
+            (root / "labels" / folder / f"{name}.txt").write_text("0 0.5 0.5 0.5 0.5\n", encoding="utf-8")
+    (root / "lists").mkdir()
+    (root / "lists" / "train.txt").write_text("./images/one/a.png\n/x/images/three/d.png\n", encoding="utf-8")
+    (root / "val.txt").write_text("images/two/b.png\nimages/two/c.png\n", encoding="utf-8")
+    (root / "mine.yaml").write_text(f"{text}names: [cat, dog]\n", encoding="utf-8")
+    (root / "hyp.yaml").write_text("lr0: 0.01\n", encoding="utf-8")
+    dataset = packed(root, tmp_path / "x", on_leak="warn")
+    assert dataset.manifest.classes == CLASSES
+    found = {split: {Path(one["path"]).stem for one in listing(dataset, split)} for split in ("train", "val")}
+    assert val is None or found["val"] == set(val)
+    assert set.union(*found.values()) == set(every)
+
+
+def test_files_that_name_the_classes_of_yolo_in_two_ways(tmp_path: Path) -> None:
+    write_yolo(tmp_path / "data")
+    (tmp_path / "data" / "labels" / "classes.txt").write_text("dog\nperson\n", encoding="utf-8")  # LabelImg's own
+    assert packed(tmp_path / "data", tmp_path / "x").manifest.classes == CLASSES
+    (tmp_path / "data" / "classes.txt").write_text("dog\ncat\n", encoding="utf-8")
+    with refuses("other-classes"):
+        packed(tmp_path / "data", tmp_path / "y")
+
+
+@pytest.mark.parametrize("keypoints", ["0.9 0.9 0.1 0.9", "0.9 0.9 2 0.1 0.9 1"])
+def test_boxes_of_poses_are_without_their_keypoints(keypoints: str, tmp_path: Path) -> None:
+    write_yolo(tmp_path / "data")
+    for file in (tmp_path / "data" / "labels").rglob("*.txt"):
+        lines = [f"{line} {keypoints}\n" for line in file.read_text(encoding="utf-8").splitlines()]
+        file.write_text("".join(lines), encoding="utf-8")
+    with (tmp_path / "data" / "data.yaml").open("a", encoding="utf-8") as file:
+        file.write(f"kpt_shape: [2, {len(keypoints.split()) // 2}]\n")
+    found = objects(packed(tmp_path / "data", tmp_path / "x"))
+    for name, boxes in OBJECTS.items():
+        np.testing.assert_allclose(np.reshape(found[name], (-1, 6)), np.reshape(boxes, (-1, 6)), atol=0.01)
+
+
+def test_labels_of_yolo_in_a_folder_of_no_image_are_named(tmp_path: Path) -> None:
+    write_yolo(tmp_path / "data")
+    (tmp_path / "data" / "labels" / "val").rename(tmp_path / "data" / "labels" / "valid")
+    found = packed(tmp_path / "data", tmp_path / "x", max_bad_fraction=0.9)
+    assert rejected(found.path) == {"labels/valid/d.txt": "labels of an image that is not there"}
+
+
 def test_loops_of_links_between_images_and_annotations_end(tmp_path: Path) -> None:
     write_coco(tmp_path / "data")
     (tmp_path / "data" / "again").symlink_to(".")
