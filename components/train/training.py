@@ -69,12 +69,17 @@ def train(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> 
 
 
 def _check_objects(data: Artifact[DatasetManifest]) -> None:
+    of_masks = TASKS[data.manifest.task].label_member == "mask"
     for split, held in data.manifest.splits.items():
-        if held.class_counts and not any(held.class_counts):  # of boxes; sentences have no classes
+        shown = [name for name, count in zip(data.manifest.classes, held.class_counts, strict=False) if count]
+        # of masks the background is a class, too; sentences have no classes
+        if held.class_counts and len(shown) < (2 if of_masks else 1):
             effect = "there is nothing to learn" if split == "train" else "nothing tells what a model finds"
+            what = f", and its masks show {shown[0]!r} alone" if shown else ""
+            fix = ", give objects the values of their classes in the masks (255 is void)" if of_masks else ""
             raise UserError(
-                f"no image of the {split} split of {data.path} has an object: {effect}. Annotate some of its images, "
-                "and run preprocess again",
+                f"no image of the {split} split of {data.path} has an object{what}: {effect}. Annotate some of its "
+                f"images{fix}, and run preprocess again",
                 code="no-objects",
             )
 

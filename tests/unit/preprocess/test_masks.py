@@ -297,6 +297,18 @@ def test_bad_masks_are_named_and_the_rest_is_kept(tmp_path: Path) -> None:
         packed(data, tmp_path / "many", max_bad_fraction=0.3)
 
 
+def test_masks_of_the_background_and_void_alone_are_none_to_train_on(tmp_path: Path) -> None:
+    data = write_masks(tmp_path / "data")
+    (data / "classes.txt").write_text("background\nobject\n", encoding="utf-8")
+    for file in data.glob("*/masks/*.png"):
+        values = np.array(Image.open(file))
+        Image.fromarray(np.where(values > 0, 255, 0).astype(np.uint8)).save(file)  # as many tools write one class
+    dataset = packed(data, tmp_path / "x")
+    assert dataset.manifest.splits["train"].class_counts == (3, 0)
+    with refuses("no-objects", says="255 is void"):
+        step("train", tmp_path / "checkpoint", {"architecture": "segmentation/unet_small"}, dataset=dataset.path)
+
+
 def test_joined_parts_are_the_whole(tmp_path: Path) -> None:
     for number in range(40):
         write_pair(tmp_path / "data", number)
