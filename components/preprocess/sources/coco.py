@@ -38,6 +38,7 @@ def coco(tree: Tree, files: Mapping[str, File], *, with_outlines: bool = False) 
     index = Index(files)
     images: dict[str, tuple[File, str, _CocoImage]] = {}
     refused: dict[str, str] = {}
+    not_used: dict[str, str] = {}  # images of a test split
     shared: list[tuple[str, str, Any]] = []  # of ids: the file, the name of an image, its id
     classes: dict[Any, str] = {}
     own_files = index.assigned((path, name) for path, content in parsed.items() for name in content.names())
@@ -51,6 +52,7 @@ def coco(tree: Tree, files: Mapping[str, File], *, with_outlines: bool = False) 
                 )
         split = split_of(path)
         if split is None:
+            not_used |= {file.path: "" for name in content.names() if (file := own_files.get((path, name)))}
             continue
         places = content.objects.by_image()
         firsts = content.objects.firsts(content.images)
@@ -91,7 +93,7 @@ def coco(tree: Tree, files: Mapping[str, File], *, with_outlines: bool = False) 
         raise UserError(
             f"{tree.name} has two categories {twice[0]!r}; give each another name", code="duplicate-class-names"
         )
-    refused |= unnamed(files, images, refused, "no annotation file names it")
+    refused |= unnamed(files, images, not_used | refused, "no annotation file names it")
     return Found(
         images=images, classes=ClassNames(names, {key: label for label, key in enumerate(keys)}), refused=refused
     )

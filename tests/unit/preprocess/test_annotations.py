@@ -618,6 +618,17 @@ def test_images_of_a_test_folder_are_none_of_a_file_that_names_all(tmp_path: Pat
     assert dataset.manifest.num_rejected == 0
 
 
+def test_images_that_only_the_file_of_a_test_split_names_are_not_refused(tmp_path: Path) -> None:
+    write_images(tmp_path / "data" / "images", "abcd")
+    (tmp_path / "data" / "annotations").mkdir()
+    for split, names in (("train", "a"), ("val", "b"), ("test", "cd")):
+        content = json.dumps(coco(names))
+        (tmp_path / "data" / "annotations" / f"instances_{split}.json").write_text(content, encoding="utf-8")
+    dataset = packed(tmp_path / "data", tmp_path / "x")
+    assert objects(dataset).keys() == {"a", "b"}
+    assert dataset.manifest.num_rejected == 0
+
+
 @pytest.mark.parametrize(
     ("lists", "train", "val", "others"),
     [
