@@ -115,15 +115,20 @@ def _try_sqlite(file: Path) -> None:
 
 
 def try_database(uri: str) -> None:
-    """Connect once to a store that is a database server; MLflow would try ten times in silence, over 100 s and more.
+    """Connect once to a store that is a database; MLflow would try ten times in silence, over 100 s and more.
 
     Args:
-        uri: of the store; one that is none of PostgreSQL's or MySQL's is left alone. A `connect_timeout` in it wins.
+        uri: of the store; one that is neither a file of SQLite's nor on a server of PostgreSQL's or MySQL's is left
+            alone. A `connect_timeout` in it wins.
 
     Raises:
-        sqlalchemy.exc.SQLAlchemyError: it can't be reached, or refuses.
+        sqlite3.Error: the file can't be opened, or is no database.
+        sqlalchemy.exc.SQLAlchemyError: the server can't be reached, or refuses.
         ModuleNotFoundError: its driver is not installed.
     """
+    if (file := sqlite_file(uri)) is not None and file.exists():
+        with closing(sqlite3.connect(file, timeout=20)) as connection:
+            connection.execute("SELECT 1 FROM sqlite_master").fetchone()
     if uri.partition(":")[0].partition("+")[0] not in ("postgresql", "mysql"):
         return
     from sqlalchemy import NullPool, create_engine, make_url
