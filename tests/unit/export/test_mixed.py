@@ -7,11 +7,12 @@ import pytest
 from openvino import Core
 
 from components.common.contracts.errors import EngineryError
+from components.common.contracts.records import PlacementTrial
 from components.common.process.steplog import StepLog
 from components.common.runtimes.openvino import profile_layers
 from components.export.backends import OpenVINOBackend
 from components.export.blocks import attribute_times, find_blocks
-from components.export.mixed import Compiled, MixedSearch, Profile
+from components.export.mixed import Compiled, MixedSearch, Profile, _is_faster
 from components.export.placement import quantizable_layers
 from components.export.qdq import Arithmetic
 
@@ -98,6 +99,18 @@ def test_the_block_that_int8_slows_down_is_built_in_float_and_measured(backend, 
     found = record.blocks[LOSING]
     assert found.num_int8_layers == (0 if chosen is mixed else found.num_layers)
     assert all(len(trial.turns_images_per_s) == 5 for trial in record.trials)
+
+
+@pytest.mark.parametrize(
+    ("turns", "faster"), [((102, 103, 102), True), ((100.5, 100.9, 100.9), False), ((110, 110, 99.9), False)]
+)
+def test_a_mixture_is_faster_in_each_turn_and_by_more_than_turns_scatter(turns, faster):
+    rates = ((1000, 100, 10), tuple(share / 100 * rate for share, rate in zip(turns, (1000, 100, 10), strict=True)))
+    everywhere, mixture = (
+        PlacementTrial(name="", precision="int8", excluded=(), images_per_s=1, latency_ms=1, turns_images_per_s=rate)
+        for rate in rates
+    )
+    assert _is_faster(mixture, everywhere) == faster
 
 
 @pytest.mark.parametrize("wrong", ["INT8", "mixed 1"])

@@ -32,6 +32,7 @@ GPU = {"fp32": 1000.0, "fp16": 3000.0, "int8": 4000.0}
 def report(path: Path, *rows: AccuracyRow, benchmark: BenchmarkReport | None = None, **gate: Any) -> Path:
     """A sealed Report with the verdict of these thresholds."""
     path.mkdir()
+    (path / "report.html").write_text("as it was measured")
     config = ValidateConfig(gate=Thresholds(**gate))
     facts = {"accuracy": accuracy_report(*rows), "benchmark": benchmark or speeds(GPU)}
     seal(path, ReportManifest, inputs={}, config=config, **facts)
@@ -101,10 +102,12 @@ def test_too_little_evidence_and_slow_int8_fail_with_advice(tmp_path: Path) -> N
     share = {"max_drop_points": 50.0, "min_relative_score_pct": 99.5}
     said, _ = judged(report(tmp_path / "share", compared_row(3), **share), **share)
     assert said.endswith(advice.format("min_relative_score_pct"))
-    said, _ = judged(
-        report(tmp_path / "fewer", compared_row(3), min_validation_images=10**6), min_validation_images=10**6
-    )
-    assert "gate.confident" not in said  # which would not be enough
+    off = {"max_drop_points": 100.0, "require_above_chance": False}
+    nothing = accuracy_row("fp32", 0.0), compared_row(0, fp32_pct=0.0)  # of which there is no share
+    for rows, settings in (((compared_row(3),), {"min_validation_images": 10**6}), (nothing, off)):
+        said, _ = judged(report(tmp_path / f"{len(rows)} rows", *rows, **settings), **settings)
+        assert "not enough evidence" in said
+        assert "gate.confident" not in said  # which would not be enough
     rows = compared_row(0), compared_row(0, precision="fp16")
     source = report(tmp_path / "slow", *rows, benchmark=speeds({**GPU, "int8": 2700.0}), min_speedup_fp16=1.2)
     said, verdict = judged(source, min_speedup_fp16=1.2)
@@ -171,6 +174,10 @@ def test_exit_codes_and_messages_of_the_step_itself(tmp_path: Path) -> None:
     assert text.startswith("gate: INT8 did not pass: top-1 drop 10.00, allowed 0.5 points")
     report(tmp_path / "good", compared_row(0))
     assert run_step("good", "--max-drop-points", "3")[0] == 2
+    shown = tmp_path / "good" / "report.html"
+    shown.write_text("as it was not")
+    assert run_step("good")[0] == 1
+    shown.write_text("as it was measured")
     manifest = tmp_path / "good" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"score_pct":100.0', '"score_pct":99.0'))
     assert run_step("good")[0] == 1

@@ -77,11 +77,12 @@ def test_only_a_person_brings_rolled_back_bundles_back(
         enginery("rollback", "m")
     last = AuditLog(registry.client, "m").read()[-1]
     assert (last.change.kind, last.change.why) == ("rollback", "it confuses 3 and 8")
+    enginery("promote", "m", "3", "--to", "staging", "--why", "to look at it")  # and not to bring it back
     same = {name: made_once / "c-060" / name for name in (*PARTS, "dataset")}
     said = promote_chain(three, same, tmp_path / "again")
     assert "as @candidate: this very bundle was champion as version 3, and was rolled back on" in said
     assert "(it confuses 3 and 8)" in said
-    assert registry.aliases("m") == {"candidate": "4", "champion": "1"}
+    assert registry.aliases("m") == {"candidate": "4", "champion": "1", "staging": "3"}
     enginery("promote", "m", "4", "--why", "3 and 8 are told apart now", "--force")
     assert registry.aliases("m")["champion"] == "4"
     assert AuditLog(registry.client, "m").read()[-1].change.forced is False, "nothing was refused"
@@ -158,11 +159,16 @@ def test_a_worse_one_is_refused_or_forced(three: str, registry: Registry, tmp_pa
     assert "m@champion: version 3 -> 2 forced, overruling: it is worse: top-1 40.00 %" in done.output
     last = AuditLog(registry.client, "m").read()[-1].change
     assert (last.forced, last.why, last.kind) == (True, "smaller", "manual")
+    assert (last.comparison.champion_version, last.comparison.not_worse) == ("3", False)
+    assert last.digests["bundle"] == registry.version("m", "2").tags["bundle_digest"]
     assert last.overruled.startswith("it is worse: top-1 40.00 %")
     assert "forced" in enginery("audit", "m").output
     make_and_promote(three, tmp_path, "d-090", split="two")  # measured on other images
     with refuses("other-images"):
         enginery("promote", "m", "4", "--why", "x")
+    registry.client.set_model_version_tag("m", "2", "report_digest", "sha256:0")
+    with refuses("not-comparable"):
+        enginery("promote", "m", "1", "--why", "x")
 
 
 def test_what_no_force_helps_against(three: str, registry: Registry, tmp_path: Path) -> None:
@@ -207,7 +213,7 @@ def test_audit_shows_approvals_and_which_the_policy_refuses(trusted: Machine, re
     trusted.policy(board={"approves": ["prod"]})
     done = enginery("audit", "m", "--json")
     notes = [link["note"] for link in json.loads(done.stdout)["chain"] if link["name"] == "approval"]
-    assert done.exit_code == 0
+    assert (done.exit_code, len(notes)) == (0, 2)
     assert "for prod" in notes
     assert any("m version 1 is refused" in note and "approve for staging" in note for note in notes)
 

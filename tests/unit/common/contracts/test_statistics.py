@@ -94,7 +94,7 @@ def test_images_needed_are_the_fewest_that_decide(lost: int, gained: int, budget
 
 
 @pytest.mark.parametrize(
-    ("num_correct", "count", "share"), [(33, 90, 1 / 3), (40, 90, 1 / 3), (0, 5, 0.5), (5, 5, 0.5)]
+    ("num_correct", "count", "share"), [(33, 90, 1 / 3), (40, 90, 1 / 3), (0, 5, 0.5), (1, 5, 0.1), (5, 5, 0.5)]
 )
 def test_chance_is_the_exact_binomial_tail(num_correct: int, count: int, share: float) -> None:
     expected = stats.binomtest(num_correct, count, share, alternative="greater").pvalue

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from components.common.contracts.records import PairedComparison
 from components.common.contracts.transforms import transform_for
 from components.common.data.evaluation import (
     ClassPredictions,
@@ -19,6 +20,7 @@ from components.common.data.evaluation import (
     top_classes,
 )
 from components.common.data.loader import Batch, Loader
+from components.common.tasks.predictions import Top1Drop, class_divergence
 from tests.conftest import Dataset
 
 SPEC = transform_for(32, resize_ratio=1.0)
@@ -75,6 +77,25 @@ def test_shares_are_of_all_images() -> None:
     assert (predictions.num_undefined, predictions.score_pct, predictions.top5_pct) == (2, 50.0, 50.0)
 
 
+@pytest.mark.parametrize(
+    ("regressed", "improved", "num_images", "expected"),
+    [
+        (10, 4, 1000, (10, 4)),
+        (10, 4, 500, (10, 4)),
+        # 80 and 32 as before, of the rest in one of 44 cases at best 2 sqrt(8 * 7000 * 15 / 1000) fewer that regressed
+        (10, 4, 8000, (80 - 840**0.5, 32 + 840**0.5)),
+        (0, 3, 8000, (0, 24 + 224**0.5)),  # not below 0
+    ],
+)
+def test_a_drop_on_more_images_at_best(
+    regressed: int, improved: int, num_images: int, expected: tuple[float, float]
+) -> None:
+    found = Top1Drop.of(PairedComparison.of(1000, regressed, improved), num_images)
+    assert (found.num_regressed, found.num_improved) == pytest.approx(expected)
+    assert found.num_images == max(num_images, 1000)
+    assert found.points == pytest.approx(100 * (expected[0] - expected[1]) / found.num_images)
+
+
 def test_every_runner_sees_every_image_once_and_in_the_order_of_the_listing(digits_dataset: Dataset) -> None:
     loader = Loader(digits_dataset, "val", SPEC, batch_size=50)
     runners = {"fp32": Recorder(), "int8": Recorder(flat=True)}
@@ -106,6 +127,8 @@ def test_confidence_is_the_softmax_of_the_best_class() -> None:
         found = confidences_and_entropies(same)
         assert found[0] == pytest.approx(shares.max(axis=1), rel=1e-5)
         assert found[1] == pytest.approx(entropies, abs=1e-5)
+    nats = (shares[:20] * np.log(shares[:20] / shares[20:])).sum(axis=1).mean()
+    assert class_divergence(logits[:20], logits[20:]) == pytest.approx(nats, rel=1e-5)
     for row, expected in zip(logits, shares, strict=True):
         assert probabilities(row) == pytest.approx(expected, rel=1e-5)
         assert probabilities(expected) == pytest.approx(expected)

@@ -133,6 +133,10 @@ def test_a_log_with_a_hole(registry: Registry, model: str) -> None:
     AuditLog(registry.client, model).append(entry.change, 3)
     with refuses("log-damaged"):
         change_aliases(registry, model, to("2"))
+    found = registry.client.get_experiment_by_name(experiment_name(model))
+    registry.client.delete_experiment_tag(found.experiment_id, "enginery.first_entry")  # that names the run
+    with refuses("log-damaged"):
+        trace(registry, model)
 
 
 def test_a_log_that_was_deleted(registry: Registry, model: str) -> None:

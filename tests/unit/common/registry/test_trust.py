@@ -1,5 +1,6 @@
 """Attacks on the way from the registry to the server, with a trust policy and without: none of them gets through."""
 
+import base64
 import fcntl
 import json
 import shutil
@@ -265,6 +266,9 @@ def test_every_part_of_a_statement_counts(machine: Machine) -> None:
     ):
         with refuses(code):
             check_statements(json.dumps({**own, **change}).encode())
+    for passed in (False, None, 1, "true"):
+        with refuses("verdict-not-passed"):
+            check_statements(statement(machine, "verdict", passed=passed))
 
 
 NO_TIMES = (None, [], "", "never", "2999-01-01T00:00:00", 4e9)
@@ -460,6 +464,16 @@ def without_signatures(text: str) -> str:
     return json.dumps(record)
 
 
+def forged(text: str) -> str:
+    """Another signature under the name of the key."""
+    record = json.loads(text)
+    (entry,) = record["dsseEnvelope"]["signatures"]
+    signature = bytearray(base64.b64decode(entry["sig"]))
+    signature[-1] ^= 1
+    entry["sig"] = base64.b64encode(signature).decode()
+    return json.dumps(record)
+
+
 DEEP = "[" * 100_000
 
 
@@ -469,6 +483,7 @@ DEEP = "[" * 100_000
         (lambda text: DEEP, "signature-damaged"),
         (lambda text: '{"verificationMaterial": {"publicKey": {"hint": "x"}}, "more": ' + DEEP, "signature-damaged"),
         (without_signatures, "signature-mismatch"),
+        (forged, "signature-mismatch"),
         (lambda text: text.replace('"dsseEnvelope"', '"dsse_envelope"'), "signature-mismatch"),  # as protobuf takes it
     ],
 )

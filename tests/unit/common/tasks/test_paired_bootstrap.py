@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from components.common.tasks.predictions import Predictions, ScoreDrop
+from components.common.tasks.predictions import Predictions, ScoreDrop, p_of
 from components.common.tasks.segmentation.predictions import MaskPredictions
 from components.common.tasks.translation.predictions import TextPredictions
 from tests.unit.common.tasks import test_box_predictions, test_mask_predictions
@@ -49,6 +49,7 @@ def test_worse_models_are_seen_and_equal_ones_lose_nothing(
     assert many.points < few.points == pytest.approx(-found.delta_points)  # at best
     assert few.proved(num_images, 1.0) > few.proved(100 * num_images, 1.0) > few.points
     assert worse.score_low_pct < worse.score_pct
+    assert (p_of(-1.959964, 1.0), p_of(3.919928, 2.0)) == pytest.approx((0.05, 0.05), abs=1e-6)
 
 
 @pytest.mark.parametrize(("predict", "num_images", "wrong"), [(boxes, 300, (1.0, 1.6)), (masks, 200, (0.05, 0.10))])
