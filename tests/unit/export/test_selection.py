@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -296,6 +297,12 @@ def masking(costs):
 
 def superadditive(costs):
     return lambda names: additive(costs)(names) ** 1.5 / 3
+
+
+def test_nothing_is_begun_that_would_end_after_the_deadline():
+    selection = Chain(2, additive({})).selection
+    selection.deadline, selection.pass_s = time.monotonic() + 10, 6.0
+    assert [selection._late(), selection._late(2), selection._late()] == [False, True, True]
 
 
 @pytest.mark.parametrize("interaction", [additive, masking, superadditive])
