@@ -266,6 +266,8 @@ def test_every_part_of_a_statement_counts(machine: Machine) -> None:
     ):
         with refuses(code):
             check_statements(json.dumps({**own, **change}).encode())
+    with refuses("statement-other-kind"):
+        check_statements(statement(machine, "approval", signer="ci", passed=True))
     for passed in (False, None, 1, "true"):
         with refuses("verdict-not-passed"):
             check_statements(statement(machine, "verdict", passed=passed))
