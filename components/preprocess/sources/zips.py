@@ -7,6 +7,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from components.preprocess.sources.samples import Options, Sample, Source, ZipEn
 _MAX_DIRECTORY_BYTES = 1 << 28
 _MAX_MEMBERS = 1_500_000  # of the directory; Python keeps 600 bytes of each
 _ENCRYPTED = 0x1
+_UTF8 = 0x800
+_FAT = 0  # the system of archives made on Windows
 _SIGNATURE = b"PK\x03\x04"
 _HEADER = struct.Struct("<26xHH")  # of a member: lengths of its name and of extra fields, which follow
 _DECOMPRESSORS: dict[int, Callable[[], Any]] = {
@@ -56,11 +59,21 @@ def _list_zip(path: str, name: str) -> Listing:
                 )
                 # A link or device tells by the mode that Unix tools write; others write none.
                 is_regular = stat.S_IFMT(member.external_attr >> 16) in (0, stat.S_IFREG)
-                file = File(member.filename, member.file_size, member.header_offset, entry)
-                listing.add(file, is_folder=member.is_dir(), is_regular=is_regular)
+                inner = _name(member)
+                file = File(inner, member.file_size, member.header_offset, entry)
+                listing.add(file, is_folder=inner.endswith("/"), is_regular=is_regular)
     except (zipfile.BadZipFile, NotImplementedError, IndexError, ValueError, struct.error) as error:
         raise damaged(name, f"is no zip that can be read ({error})") from None
     return listing
+
+
+def _name(member: zipfile.ZipInfo) -> str:
+    """The path: of macOS in UTF-8 without the flag that says so, of some tools on Windows with backslashes."""
+    path = member.filename
+    if not member.flag_bits & _UTF8:
+        with suppress(UnicodeError):
+            path = path.encode("cp437").decode()
+    return path.replace("\\", "/") if member.create_system == _FAT else path
 
 
 @dataclass(frozen=True)
