@@ -189,7 +189,8 @@ def _check_for_images(source: Source, arguments: Mapping[str, Any]) -> None:
             reason = reason or f"{sample.path}: {error}"
     raise UserError(
         f"{arguments['data']} holds no image that can be used: {len(opened):,} of its {len(samples):,} files were "
-        f"opened, such as {reason}. Name a folder with images that open in a viewer",
+        f"opened, such as {reason}. Name a folder with images that open in a viewer, or, in a table, whole paths of "
+        "such images, as a/b.jpg",
         code="no-usable-image",
         setting="--data",
     )

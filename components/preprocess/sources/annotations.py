@@ -5,7 +5,6 @@ since the image's own size decides.
 """
 
 import json
-import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,19 +16,17 @@ import numpy as np
 from components.common.contracts.errors import UserError
 from components.preprocess.sources.folders import File, is_image_name, sample_of
 from components.preprocess.sources.samples import (
-    VAL_NAMES,
     ClassNames,
     Options,
     Sample,
     Source,
     Storage,
     hold_out_share,
+    split_of,
     with_refused,
 )
 
 MAX_NUMBER = 1e9  # of a box
-_TRAIN_NAMES = ("train", "training")
-_TEST_NAMES = ("test", "testing")
 
 
 @dataclass(kw_only=True)
@@ -121,16 +118,6 @@ def split_samples(
         train, val = hold_out_share([*splits["train"], *splits["val"]], "the data", options)
         return {"train": train, "val": val}
     return splits
-
-
-def split_of(path: str, val_names: Sequence[str] = VAL_NAMES) -> str | None:
-    """The split that a path names; "" for none, None for a test split, which is neither."""
-    words = re.split("[^a-z]+", path.lower())
-    if any(name in words for name in _TRAIN_NAMES):
-        return "train"
-    if any(name in words for name in val_names):
-        return "val"
-    return None if any(name in words for name in _TEST_NAMES) else ""
 
 
 _Fit = tuple[bool, bool, int, bool]

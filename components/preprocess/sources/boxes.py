@@ -20,7 +20,6 @@ from components.preprocess.sources.annotations import (
     example,
     folder_of,
     quoted,
-    split_of,
     unnamed,
 )
 from components.preprocess.sources.coco import coco
@@ -33,6 +32,7 @@ from components.preprocess.sources.samples import (
     Storage,
     parse_class_names,
     plain_names,
+    split_of,
 )
 
 WANTED = (

@@ -12,10 +12,10 @@ import numpy as np
 
 from components.common.contracts.errors import UserError
 from components.preprocess.outlines import packed_outline
-from components.preprocess.sources.annotations import MAX_NUMBER, Annotated, Found, Index, quoted, split_of, unnamed
+from components.preprocess.sources.annotations import MAX_NUMBER, Annotated, Found, Index, quoted, unnamed
 from components.preprocess.sources.folders import File, Tree, shown
 from components.preprocess.sources.json_stream import json_arrays
-from components.preprocess.sources.samples import ClassNames
+from components.preprocess.sources.samples import ClassNames, split_of
 
 _MAX_OBJECTS = 20_000_000
 _MAX_KEY = 1 << 62

@@ -26,6 +26,7 @@ from components.common.data.places import (
 from components.common.tasks import TASKS
 from components.preprocess.sources.samples import (
     SYNSET_MAPS,
+    TRAIN_NAMES,
     VAL_NAMES,
     ClassNames,
     FileStorage,
@@ -34,10 +35,12 @@ from components.preprocess.sources.samples import (
     Source,
     Storage,
     ZipEntry,
+    check_names_differ,
     check_two_classes,
     hold_out,
     parse_class_names,
     plain_names,
+    split_of,
     with_refused,
 )
 
@@ -364,7 +367,15 @@ def folder_source(tree: Tree, storage: Storage, options: Options) -> Source:
     if _has_splits(tree, base, folders):
         return _presplit(tree, base, folders, storage, options)
     classes = _classes(tree, folders, base, options)
-    samples = [sample for folder in folders for sample in _samples(tree, folder, classes.labels[folder])]
+    of_folder = {folder: _samples(tree, folder, classes.labels[folder]) for folder in folders}
+    named = {folder for folder, own in of_folder.items() if any(is_image_name(sample.path) for sample in own)}
+    if named and (others := [folder for folder, own in of_folder.items() if own and folder not in named]):
+        raise UserError(
+            f"{shown(tree.name, others[0])} holds no file that is named as an image, so it is no class; take it away, "
+            "or name the folder that holds the classes",
+            code="too-few-images",
+        )
+    samples = [sample for own in of_folder.values() for sample in own]
     splits = hold_out(samples, classes.names, options, labels={classes.labels[folder] for folder in folders})
     return Source(classes=classes.names, splits=splits, storage=storage)
 
@@ -416,19 +427,26 @@ def _has_splits(tree: Tree, base: str, folders: Sequence[str]) -> bool:
     return len(found) == 2 or (bool(found) and (len(folders) == 1 or bool(tree.folders(joined(base, found[0])))))
 
 
+def _named(folders: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Folders with one of these names in any case."""
+    return [folder for folder in folders if folder.lower() in names]
+
+
 def _split_names(folders: Sequence[str]) -> tuple[str, str]:
     """Return the names of the splits. "valid" is one only beside train/: without, it may be a class, like "invalid"."""
-    val = next((name for name in VAL_NAMES if name in folders), "val")
-    return "train", val if "train" in folders else "val"
+    train = _named(folders, TRAIN_NAMES)
+    val = _named(folders, VAL_NAMES if train else ("val",))
+    return train[0] if train else "train", val[0] if val else "val"
 
 
 def _presplit(tree: Tree, base: str, folders: Sequence[str], storage: Storage, options: Options) -> Source:
     split_names = _split_names(folders)
     missing = [name for name in split_names if name not in folders]
     where = shown(tree.name, base)
-    if len(both := [name for name in VAL_NAMES if name in folders]) > 1:
-        message = f"{where} has {'/ and '.join(both)}/, which are called the same split; keep one of them there"
-        raise UserError(message, code="two-validation-folders")
+    for called, code in ((TRAIN_NAMES, "two-training-folders"), (VAL_NAMES, "two-validation-folders")):
+        if len(both := _named(folders, called)) > 1:
+            message = f"{where} has {'/ and '.join(both)}/, which are called the same split; keep one of them there"
+            raise UserError(message, code=code)
     if missing:
         raise UserError(
             f"{where} has {'/, '.join(folders[:5])}/ but no {missing[0]}/; it needs both train/ and val/. Add "
@@ -530,10 +548,24 @@ def _refuse_other_tasks(tree: Tree, base: str, folders: Sequence[str]) -> None:
         )
 
 
+def refuse_splits(where: str, folders: Sequence[str]) -> None:
+    """Raise UserError where most of these folders are named as splits: one of them is not to be trained on."""
+    splits = {name: split for name in folders if (split := split_of(name)) != ""}
+    if len(set(splits.values())) > 1 and 2 * len(splits) >= len(folders):
+        raise UserError(
+            f"{where} has {'/, '.join([*splits][:5])}/, which are named as splits where classes are expected; arrange "
+            "the images as DIR/train/<class>/ and DIR/val/<class>/, or name a table of paths and labels",
+            code="splits-as-classes",
+            setting="data",
+        )
+
+
 def _classes(tree: Tree, folders: Sequence[str], base: str, options: Options) -> ClassNames:
     where = shown(tree.name, base)
     if options.names is None:
         _refuse_other_tasks(tree, base, folders)
+        refuse_splits(where, folders)
+        check_names_differ(folders, where)
     classes = options.names or _from_synset_map(tree, folders) or plain_names(folders)
     unknown = sorted(set(folders) - set(classes.labels))
     if unknown:
@@ -544,7 +576,7 @@ def _classes(tree: Tree, folders: Sequence[str], base: str, options: Options) ->
             setting="preprocess.class_names_file" if options.names else "",
         )
     check_two_classes(
-        classes.names, where, "Add a folder of images of another class, or name the folder above if this one is a class"
+        classes.names, where, "Add a folder of images of another class, or name the folder that they all lie in"
     )
     return classes
 
@@ -573,4 +605,14 @@ def read_text(tree: Tree, path: str) -> str:
 
 
 def _samples(tree: Tree, folder: str, label: int) -> list[Sample]:
-    return [sample_of(file, label) for file in tree.files(folder)]
+    samples = [sample_of(file, label) for file in tree.files(folder)]
+    inside = {sample.path[len(folder) + 1 :].rpartition("/")[0].partition("/")[0] for sample in samples}
+    refuse_splits(shown(tree.name, folder), sorted(inside - {""}))
+    links = tree.unreadable if not samples and isinstance(tree, LocalTree) else ()
+    if link := next((link for link in links if is_below(link, folder)), ""):
+        raise UserError(
+            f"{shown(tree.name, folder)} holds only links to nothing in the data folder, such as {link}; put copies "
+            "in their place (cp -rL)",
+            code="link-out",
+        )
+    return samples

@@ -5,7 +5,7 @@ from dataclasses import replace
 from components.common.contracts.errors import UserError
 from components.common.data.places import is_uri, translate_errors
 from components.common.tasks.segmentation import VOID
-from components.preprocess.sources.annotations import split_of, split_samples
+from components.preprocess.sources.annotations import split_samples
 from components.preprocess.sources.coco import coco
 from components.preprocess.sources.folders import File, Tree, read_text, sample_of, shown
 from components.preprocess.sources.samples import (
@@ -16,6 +16,7 @@ from components.preprocess.sources.samples import (
     Storage,
     check_two_classes,
     parse_class_names,
+    split_of,
     with_refused,
 )
 

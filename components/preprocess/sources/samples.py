@@ -1,6 +1,7 @@
 """Samples of a source, their classes and splits, and the storage that reads them."""
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from components.common.contracts.digests import digest_bytes
 from components.common.contracts.errors import UserError
-from components.common.data.places import Place, Unreadable, check_size
+from components.common.data.places import Place, Unreadable, check_size, is_uri
 
 SYNSET_MAPS = ("LOC_synset_mapping.txt", "synset_words.txt")
 # How files begin that are not UTF-8: with a mark, or with Latin letters of two bytes each.
@@ -52,6 +53,26 @@ def plain_names(names: Iterable[str]) -> ClassNames:
     """Classes that the data calls by their names."""
     listed = tuple(names)
     return ClassNames(listed, {name: label for label, name in enumerate(listed)})
+
+
+def check_names_differ(names: Iterable[str], where: str) -> None:
+    """Refuse names of classes that are one to people, unless they are letters, such as "A" and "a".
+
+    Raises:
+        UserError: two differ only in case, in spaces at their ends, or in how Unicode composes their letters.
+    """
+    known: dict[str, str] = {}
+    for name in names:
+        key = unicodedata.normalize("NFC", name).strip()
+        twin = known.setdefault(key.casefold() if len(key) > 1 else key, name)
+        if twin != name:
+            which = NOT_SHOWN if is_uri(where) else f"{twin!r} and {name!r}"
+            raise UserError(
+                f"{where} has classes that differ only in case, spaces or the encoding of letters: {which}. Give both "
+                "one name, or list both in preprocess.class_names_file",
+                code="similar-class-names",
+                setting="preprocess.class_names_file",
+            )
 
 
 def read_class_names(path: Path) -> ClassNames:
@@ -203,7 +224,19 @@ def with_refused(source: Source, reasons: Mapping[str, str]) -> Source:
     return replace(source, splits=splits, storage=storage, num_refused=source.num_refused + len(refused))
 
 
-VAL_NAMES = ("val", "validation", "valid")  # what the validation split is called, in folders, tars and tables
+TRAIN_NAMES = ("train", "training")  # what the splits are called, in folders, tars and tables
+VAL_NAMES = ("val", "validation", "valid")
+TEST_NAMES = ("test", "testing", "eval", "evaluation", "holdout")
+
+
+def split_of(path: str, val_names: Sequence[str] = VAL_NAMES) -> str | None:
+    """The split that a path names; "" for none, None for a test split, which is neither."""
+    words = re.split("[^a-z]+", path.lower())
+    if any(name in words for name in TRAIN_NAMES):
+        return "train"
+    if any(name in words for name in val_names):
+        return "val"
+    return None if any(name in words for name in TEST_NAMES) else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ from components.preprocess.sources.samples import (
     Options,
     Sample,
     Source,
+    check_names_differ,
     check_two_classes,
     hold_out,
     plain_names,
@@ -38,6 +39,7 @@ from components.preprocess.sources.samples import (
 )
 
 _KEYS = ("path", "label", "split")
+_SPLIT_COLUMNS = ("split", "set", "subset", "data set", "partition", "phase", "usage", "is_valid", "is_val", "is_test")
 _SPLITS = {"train": "train", **dict.fromkeys(VAL_NAMES, "val")}
 _MAX_LINE = 1 << 20  # characters of a CSV
 _MAX_ROWS = 100_000_000  # of a Parquet file, which may claim any number in few bytes
@@ -83,6 +85,8 @@ def table_source(rows: Callable[[Path, str], Iterator[TableRow]], data: str, scr
         sizes = place.sizes(entries.keys())
     labels = {entry.label for entry in entries.values()}
     names = options.names or plain_names(_sorted(labels))
+    if options.names is None:
+        check_names_differ(names.names, data)
     if unknown := sorted(labels - set(names.labels)):
         which = ", ".join(_cut(label) for label in unknown[:5]) if not is_uri(data) else f"{len(unknown):,}"
         raise UserError(
@@ -271,6 +275,12 @@ def _columns(header: list[str], name: str) -> list[str]:
                 f"with commas between them. It names: {has}",
                 code="missing-column",
             )
+    if "split" not in header and (others := [cell for cell in header if cell.strip().lower() in _SPLIT_COLUMNS]):
+        raise UserError(
+            f"{name} has a column {_shown(others[0], name)}, as splits have, but none named 'split'; rename it and "
+            "write train or val in it, or take it away",
+            code="unknown-split-column",
+        )
     return [key for key in _KEYS if key in header]
 
 

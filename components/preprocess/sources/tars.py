@@ -38,16 +38,20 @@ from components.preprocess.sources.folders import (
     damaged,
     is_image_name,
     joined,
+    refuse_splits,
     sample_of,
     shown,
 )
 from components.preprocess.sources.samples import (
+    TEST_NAMES,
+    TRAIN_NAMES,
     VAL_NAMES,
     ClassNames,
     Options,
     Sample,
     Source,
     Storage,
+    check_names_differ,
     check_two_classes,
     hold_out,
     parse_class_names,
@@ -68,7 +72,7 @@ _MAX_XZ_BYTES = 1 << 28  # of memory for its dictionary; `xz -9` takes 64 MiB
 _CHUNK_BYTES = 1 << 24
 _MAGIC = {b"\x1f\x8b": ".tar.gz", b"BZh": ".tar.bz2", b"\xfd7zXZ": ".tar.xz", b"(\xb5/\xfd": ".tar.zst", b"PK": ".zip"}
 _NAMES_FILE = "classes.txt"
-_SPLIT_FOLDERS = {"train", *VAL_NAMES}
+_SPLIT_FOLDERS = {*TRAIN_NAMES, *VAL_NAMES, *TEST_NAMES}
 _MAX_LABEL = 999_999
 _NUM_READERS = 8
 
@@ -315,9 +319,9 @@ class _Image:
 
 
 def tar_files(tree: Tree) -> list[str]:
-    """The tars of a folder that has nothing but tars, in itself or in train/ and val/; none of any other folder."""
+    """The tars of a folder that has nothing but tars, in itself or in folders of splits; none of any other folder."""
     folders = set(tree.folders(""))
-    if folders - _SPLIT_FOLDERS or any(tree.folders(folder) for folder in folders):
+    if {folder.lower() for folder in folders} - _SPLIT_FOLDERS or any(tree.folders(folder) for folder in folders):
         return []
     return [joined(home, name) for home in ("", *sorted(folders)) for name in tree.names(home) if name.endswith(".tar")]
 
@@ -358,6 +362,8 @@ def _list(place: Place, tar: str) -> Listing:
 
 def _images(listing: Listing, prefix: str, split: str) -> list[_Image]:
     found = []
+    folders = {path.rpartition("/")[0] for path in listing.files if _is_image(path)}
+    refuse_splits(listing.name, sorted(folders - {""}))  # a tar has one split
     for path, file in sorted(listing.files.items()):
         if _is_image(path):
             label = f"{_key(path)}.cls"
@@ -373,6 +379,7 @@ def _webdataset(beside: Place, storage: Storage, images: Sequence[_Image], name:
     by_number = 2 * sum(count for text, count in texts.items() if _is_number(text)) >= texts.total()
     if names is None:
         names = _names_of(set(texts), by_number)
+        check_names_differ(names.names, name)
     is_fetched = is_uri(name) and options.names is None
     check_two_classes(names.names, name, "Add images of another class, with their .cls files", is_fetched=is_fetched)
     samples: dict[str, list[Sample]] = {"train": [], "val": []}
@@ -458,9 +465,9 @@ def _split_of(tar: str) -> str:
     words = set(re.split("[^a-z]+", name))
     if folder in VAL_NAMES or name.startswith("val"):
         return "val"
-    if folder == "train" or "train" in words:
+    if folder in TRAIN_NAMES or words & set(TRAIN_NAMES):
         return "train"
-    return "val" if words & set(VAL_NAMES) else "test" if "test" in words else "train"
+    return "val" if words & set(VAL_NAMES) else "test" if {folder, *words} & {*TEST_NAMES, "dev"} else "train"
 
 
 def _key(path: str) -> str:

@@ -132,7 +132,7 @@ def test_folders_of_boxes_are_no_classes(write: Callable[[Path], None], tmp_path
     with refuses("other-task", "data", says="enginery run detection"):
         preprocess(tmp_path / "data", tmp_path / "x")
     (tmp_path / "classes" / "labels").mkdir(parents=True)
-    shutil.copytree(tmp_path / "data", tmp_path / "classes" / "images")
+    write_images(tmp_path / "classes" / "images", "abcd")
     write_images(tmp_path / "classes" / "labels", "efgh")  # a class of this name
     assert find(tmp_path / "classes").classes == ("images", "labels")
 

@@ -149,6 +149,26 @@ def test_hostile_members_of_a_zip_are_never_read(tmp_path: Path, monkeypatch: py
     }
 
 
+def test_names_of_a_zip_as_windows_and_macos_write_them(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "windows.zip", "w") as packed:
+        for name in ("cat\\0.jpg", "cat\\1.jpg", "dog\\0.jpg", "dog\\1.jpg"):
+            info = zipfile.ZipInfo(name)
+            info.create_system = 0
+            packed.writestr(info, name)
+    assert paths(find(tmp_path / "windows.zip")) == ["cat/0.jpg", "cat/1.jpg", "dog/0.jpg", "dog/1.jpg"]
+    names = {b"xx/0": "ä/0", b"xx/1": "ä/1"}  # in UTF-8, but without the flag that says so
+    file = write_zip(tmp_path / "macos.zip", {name.decode(): b"image" for name in (*names, b"dog/0", b"dog/1")})
+    content = file.read_bytes()
+    for plain, name in names.items():
+        content = content.replace(plain, name.encode())
+    file.write_bytes(content)
+    source = find(file)
+    assert source.classes == ("dog", "ä")
+    assert contents(source)["val"]["ä/0" if "ä/0" in contents(source)["val"] else "ä/1"] == ("ä", b"image")
+    file.write_bytes(content.replace("ä".encode(), b"\x84e"))  # CP437
+    assert find(file).classes == ("dog", "äe")
+
+
 def test_a_process_that_reads_from_a_zip_does_not_read_its_directory(tmp_path: Path, monkeypatch) -> None:
     """A listing takes 150 MiB and seconds where there are 200,000 members."""
     file = tmp_path / "images.zip"
@@ -502,6 +522,16 @@ def test_folders_of_tars_that_cannot_be_used(tmp_path: Path) -> None:
     for name, code in zip("abcdefg", (*codes, "test-tars"), strict=True):
         with refuses(code):
             find(tmp_path / name)
+    for name in ("testing-0", "eval-0", "pets-holdout-0", "dev-0", "Test/0"):
+        write_shard(tmp_path / name.lower() / "train" / "0.tar", good)
+        write_shard(tmp_path / name.lower() / f"{name}.tar", good)
+        with refuses("test-tars"):
+            find(tmp_path / name.lower())
+    write_shard(
+        tmp_path / "h" / "0.tar", {f"{split}/{key}": text for split in ("train", "val") for key, text in good.items()}
+    )
+    with refuses("splits-as-classes"):
+        find(tmp_path / "h")
     (tmp_path / "e" / "1.tar").rename(tmp_path / "e" / ".1.tar")  # hidden
     assert find(tmp_path / "e").classes == ("0", "1")
     root = two_classes(tmp_path)

@@ -182,6 +182,71 @@ def test_how_the_validation_folder_may_be_called(tmp_path: Path, val: str) -> No
         find(root)
 
 
+@pytest.mark.parametrize("names", ["Train Val", "training validation", "TRAIN valid", "Training Validation Testing"])
+def test_splits_in_any_case(tmp_path: Path, names: str) -> None:
+    root = write_tree(tmp_path / "images", {f"{split}/{name}": 2 for split in names.split() for name in "ab"})
+    source = find(root)
+    assert source.classes == ("a", "b")
+    train, val = names.split()[:2]
+    assert paths(source) == sorted(f"{split}/{name}/00{n}.png" for split in (train, val) for name in "ab" for n in "01")
+    assert {sample.path.partition("/")[0] for sample in source.splits["val"]} == {val}
+    write_tree(root, {"train" if train != "train" else "Train": 1})
+    with refuses("two-training-folders"):
+        find(root)
+
+
+@pytest.mark.parametrize(
+    "folders",
+    [
+        ["train", "test"],  # of images that a table labels
+        ["seg_train/a", "seg_train/b", "seg_test/a", "seg_pred"],
+        ["cars_train", "cars_test"],
+        ["test/a", "valid/a"],
+        ["a/train", "a/test", "b/train", "b/test"],
+        ["train/a/train", "train/a/holdout", "train/b", "val/a"],
+    ],
+)
+def test_folders_that_are_named_as_splits_are_no_classes(tmp_path: Path, folders: list[str]) -> None:
+    root = write_tree(tmp_path / "images", dict.fromkeys(folders, 3))
+    with refuses("splits-as-classes", "data"):
+        find(root)
+
+
+@pytest.mark.parametrize("twins", [("Cat", "cat"), ("cat", "cat "), ("\u00c4pfel", "A\u0308pfel")])
+def test_names_of_classes_that_people_read_as_one(tmp_path: Path, twins: tuple[str, str]) -> None:
+    root = write_tree(tmp_path / "images", dict.fromkeys([*twins, "A", "a"], 2))
+    table = tmp_path / "images" / "t.csv"
+    table.write_text("path,label\n" + "".join(f"{name}/00{n}.png,{name}\n" for name in twins for n in (0, 1)))
+    for data in (root, table) if " " not in twins[1] else (root,):  # cells of tables are stripped
+        with refuses("similar-class-names", "preprocess.class_names_file"):
+            find(data)
+    shutil.rmtree(root / twins[1])
+    assert find(root).classes == tuple(sorted([twins[0], "A", "a"]))  # letters are written by people
+
+
+def test_classes_of_a_given_list_may_differ_in_case_alone(tmp_path: Path) -> None:
+    root = write_tree(tmp_path / "images", {"Cardigan": 2, "cardigan": 2})
+    (tmp_path / "names.txt").write_text("Cardigan\ncardigan\n")
+    assert find(root, class_names_file=str(tmp_path / "names.txt")).classes == ("Cardigan", "cardigan")
+
+
+def test_a_folder_of_other_files_is_no_class(tmp_path: Path) -> None:
+    root = write_tree(tmp_path / "images", {"images/pie": 4, "images/cake": 4, "meta": 0})
+    for name in ("train.txt", "test.txt"):
+        (root / "meta" / name).write_text("pie/000\n")
+    with refuses("too-few-images", says="meta holds no file that is named as an image"):
+        find(root)
+
+
+def test_a_class_of_links_out_of_the_tree_alone(tmp_path: Path) -> None:
+    outside = write_tree(tmp_path / "outside", {"c": 2})
+    root = write_tree(tmp_path / "images", {"a": 2, "c": 0})
+    for file in (outside / "c").iterdir():
+        (root / "c" / file.name).symlink_to(file)
+    with refuses("link-out", says="such as c/000.png"):
+        find(root)
+
+
 def test_file_uris_name_what_path_as_uri_writes(tmp_path: Path) -> None:
     root = write_tree(tmp_path / "a b%20#ü?", {"a": 2, "b": 2})
     uri = root.as_uri()

@@ -59,6 +59,15 @@ def test_a_split_column_is_taken_as_it_is(tmp_path: Path, suffix: str) -> None:
     assert found["val"] == [("x/002.png", 0), ("x/001.png", 1), ("x/005.png", 1)]
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+@pytest.mark.parametrize("column", ["Split", "subset", "is_valid"])
+def test_a_split_column_of_another_name_is_not_ignored(tmp_path: Path, suffix: str, column: str) -> None:
+    root = write_tree(tmp_path / "images", {"x": 4})
+    rows = [(f"x/00{n}.png", n % 2, "train") for n in range(4)]
+    with refuses("unknown-split-column", says=repr(column)):
+        find(write(root / f"t{suffix}", ("path", "label", column), rows))
+
+
 def test_class_names_file_orders_the_labels_of_a_table(tmp_path: Path) -> None:
     root = write_tree(tmp_path / "images", {"a": 2, "b": 2})
     table = write(root / "t.csv", ("path", "label"), rows_of(root))
