@@ -5,6 +5,7 @@ memory, and no line beyond MAX_LINE_BYTES.
 """
 
 import gzip
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -26,9 +27,8 @@ from components.common.data.places import (
     locate,
     translate_errors,
 )
-from components.preprocess.sources.annotations import split_of
 from components.preprocess.sources.folders import LocalTree, damaged, remote_tree, shown
-from components.preprocess.sources.samples import VAL_NAMES, refuse_utf16
+from components.preprocess.sources.samples import VAL_NAMES, refuse_utf16, split_of
 
 MAX_LINE_BYTES = 1 << 20
 SUFFIXES = (".tsv", ".tsv.gz", ".tmx", ".tmx.gz")  # of a single file
@@ -87,7 +87,7 @@ def find_texts(data: str, languages: tuple[str, str], scratch: Path) -> list[Tex
         _refuse_links_out(place, tree.unreadable, languages)
     found = []
     for name in names:
-        split, where = split_of(name, _VAL_NAMES), shown(tree.name, name)
+        split, where = _split_of(name), shown(tree.name, name)
         stem, suffix = name.removesuffix(".gz"), f".{languages[0]}"
         if split is None:  # test data
             continue
@@ -116,13 +116,19 @@ def _refuse_links_out(place: LocalPlace, links: Iterable[str], languages: tuple[
     ends = tuple(f".{language}{gz}" for language in languages for gz in ("", ".gz"))
     for name in links:
         is_text = name.lower().endswith(SUFFIXES) or name.endswith(ends) or (Path(place.root) / name).is_dir()
-        if is_text and split_of(name) is not None:
+        if is_text and _split_of(name) is not None:
             raise UserError(
                 f"{shown(place.name, name)} is a link to nothing in the data folder, so it is not read; put a copy in "
                 "its place (cp -rL), or remove the link",
                 code="link-out",
                 setting="data",
             )
+
+
+def _split_of(name: str) -> str | None:
+    """As split_of, also of names as newsdev2013, newstest2014, tst2010 and devtest (of WMT, IWSLT and FLORES)."""
+    plain = re.sub(r"(?<![a-z])(newstest|tst|devtest|heldout)(?![a-z])", "test", name.lower())
+    return split_of(plain.replace("newsdev", "dev"), _VAL_NAMES)
 
 
 def _counterpart(name: str, languages: tuple[str, str]) -> str:
@@ -134,13 +140,30 @@ def _text_file(
     name: str, split: str, opener: Callable[[], BinaryIO], where: str, languages: tuple[str, str]
 ) -> TextFile:
     is_tmx = name.lower().removesuffix(".gz").endswith(".tmx")
-    read = partial(_tmx, opener, where, languages) if is_tmx else partial(_tsv, opener, where)
+    read = partial(_tmx, opener, where, languages) if is_tmx else partial(_tsv, opener, where, languages)
     return TextFile(name=name, split=split, read=read)
 
 
-def _tsv(opener: Callable[[], BinaryIO], where: str) -> Iterator[Pair]:
+def _swapped(where: str, says: str, languages: tuple[str, str]) -> UserError:
+    source, target = languages
+    return UserError(
+        f"{where} has columns of {target} and {source}, says {says}, and the languages to translate are {source} to "
+        f"{target}; swap preprocess.source_language and preprocess.target_language, or the columns with their name",
+        code="swapped-languages",
+        setting="preprocess.source_language",
+    )
+
+
+def _tsv(opener: Callable[[], BinaryIO], where: str, languages: tuple[str, str]) -> Iterator[Pair]:
+    languages = (languages[0].lower(), languages[1].lower())
+    if re.search(rf"(?<![a-z])({languages[1]}[-_]{languages[0]})\.tsv", where.lower()):
+        raise _swapped(where, "its name", languages)
     for number, (text, problem) in enumerate(_lines(opener, where), 1):
         sides = text.split("\t")
+        if number == 1 and (header := text.lower().split("\t")) in (["source", "target"], list(languages)):
+            continue
+        if number == 1 and header == list(languages[::-1]):
+            raise _swapped(where, "its first line", languages)
         if problem or len(sides) != 2:
             yield Pair(number, text, "", problem or ("columns" if text.strip() else "empty"))
         else:

@@ -312,6 +312,34 @@ def test_a_language_and_its_variant_are_two_languages_of_tmx(tmp_path: Path) -> 
     assert [(pair.source, pair.target, pair.problem) for pair in pairs] == [(*pair, "") for pair in PAIRS]
 
 
+def test_names_of_test_and_validation_sets(tmp_path: Path) -> None:
+    """Of WMT, IWSLT and FLORES."""
+    tests = ("newstest2014", "X.tst2010", "devtest/x", "holdout", "heldout", "eval")
+    for name in (*tests, "newsdev2013", "X.dev2010", "train", "contest"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        for language in ("en", "de"):
+            (tmp_path / f"{name}.{language}").write_text("x\n")
+    found = {file.name: file.split for file in find_texts(str(tmp_path), ("en", "de"), tmp_path)}
+    assert found == {"newsdev2013.en": "val", "X.dev2010.en": "val", "train.en": "train", "contest.en": ""}
+
+
+@pytest.mark.parametrize(
+    ("name", "header"), [("text.tsv", "de\ten\n"), ("train.de-en.tsv.gz", ""), ("DE_EN.tsv", ""), ("x_de-en.tsv", "")]
+)
+def test_columns_the_other_way_round_are_refused(tmp_path: Path, name: str, header: str) -> None:
+    (tmp_path / name).write_bytes(header.encode() + tsv(PAIRS))
+    with refuses("swapped-languages", "preprocess.source_language"):
+        list(find_texts(str(tmp_path / name), ("en", "de"), tmp_path)[0].read())
+    assert len(list(find_texts(str(tmp_path / name), ("de", "en"), tmp_path)[0].read())) == len(PAIRS)
+
+
+@pytest.mark.parametrize("header", ["en\tde", "Source\tTarget"])
+def test_the_header_of_a_table_is_no_pair(tmp_path: Path, header: str) -> None:
+    (tmp_path / "en-de.tsv").write_bytes(f"{header}\n".encode() + tsv(PAIRS))
+    pairs = list(find_texts(str(tmp_path / "en-de.tsv"), ("en", "de"), tmp_path)[0].read())
+    assert [(pair.line, pair.source) for pair in pairs[:2]] == [(2, PAIRS[0][0]), (3, PAIRS[1][0])]
+
+
 LAUGHS = "<!DOCTYPE tmx [" + "".join(
     f'<!ENTITY l{number} "{f"&l{number - 1};" * 10 if number else "ha"}">' for number in range(10)
 )
