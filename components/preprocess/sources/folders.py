@@ -26,6 +26,7 @@ from components.common.data.places import (
 from components.common.tasks import TASKS
 from components.preprocess.sources.samples import (
     SYNSET_MAPS,
+    TEST_NAMES,
     TRAIN_NAMES,
     VAL_NAMES,
     ClassNames,
@@ -549,9 +550,10 @@ def _refuse_other_tasks(tree: Tree, base: str, folders: Sequence[str]) -> None:
 
 
 def refuse_splits(where: str, folders: Sequence[str]) -> None:
-    """Raise UserError where most of these folders are named as splits: one of them is not to be trained on."""
+    """Raise UserError where most of these folders are named as splits, or one as that for testing, beside others."""
     splits = {name: split for name in folders if (split := split_of(name)) != ""}
-    if len(set(splits.values())) > 1 and 2 * len(splits) >= len(folders):
+    are_most = len(set(splits.values())) > 1 and 2 * len(splits) >= len(folders)
+    if are_most or (len(folders) > 1 and _named(folders, TEST_NAMES)):
         raise UserError(
             f"{where} has {'/, '.join([*splits][:5])}/, which are named as splits where classes are expected; arrange "
             "the images as DIR/train/<class>/ and DIR/val/<class>/, or name a table of paths and labels",
@@ -575,9 +577,10 @@ def _classes(tree: Tree, folders: Sequence[str], base: str, options: Options) ->
             code="unknown-classes",
             setting="preprocess.class_names_file" if options.names else "",
         )
-    check_two_classes(
-        classes.names, where, "Add a folder of images of another class, or name the folder that they all lie in"
-    )
+    fix = "Add a folder of images of another class, or name the folder above if this one is a class"
+    if len(classes.names) < 2 and folders and tree.folders(joined(base, folders[0])):
+        fix = f"If the folders in {shown(where, folders[0])} are the classes, name that one"
+    check_two_classes(classes.names, where, fix)
     return classes
 
 

@@ -202,6 +202,7 @@ def test_splits_in_any_case(tmp_path: Path, names: str) -> None:
         ["seg_train/a", "seg_train/b", "seg_test/a", "seg_pred"],
         ["cars_train", "cars_test"],
         ["test/a", "valid/a"],
+        ["a", "b", "Test"],
         ["a/train", "a/test", "b/train", "b/test"],
         ["train/a/train", "train/a/holdout", "train/b", "val/a"],
     ],
@@ -228,6 +229,13 @@ def test_classes_of_a_given_list_may_differ_in_case_alone(tmp_path: Path) -> Non
     root = write_tree(tmp_path / "images", {"Cardigan": 2, "cardigan": 2})
     (tmp_path / "names.txt").write_text("Cardigan\ncardigan\n")
     assert find(root, class_names_file=str(tmp_path / "names.txt")).classes == ("Cardigan", "cardigan")
+
+
+def test_a_folder_around_the_classes_is_named(tmp_path: Path) -> None:
+    root = write_tree(tmp_path / "images", {"data/a": 2, "data/b": 2})
+    with refuses("too-few-classes", says="name that one") as caught:
+        find(root)
+    assert f"If the folders in {root}/data are the classes" in str(caught.value)
 
 
 def test_a_folder_of_other_files_is_no_class(tmp_path: Path) -> None:
