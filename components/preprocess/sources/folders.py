@@ -376,6 +376,14 @@ def folder_source(tree: Tree, storage: Storage, options: Options) -> Source:
             "or name the folder that holds the classes",
             code="too-few-images",
         )
+    for folder, own in of_folder.items():
+        if len(again := sorted(_folders_in(folder, own) & {*folders} - {folder})) > 1:
+            raise UserError(
+                f"{shown(tree.name, joined(base, folder))} holds {'/, '.join(again[:5])}/, which are classes beside "
+                "it, so it is no class; take it away, or name the folder that holds the classes alone",
+                code="nested-classes",
+                setting="data",
+            )
     samples = [sample for own in of_folder.values() for sample in own]
     splits = hold_out(samples, classes.names, options, labels={classes.labels[folder] for folder in folders})
     return Source(classes=classes.names, splits=splits, storage=storage)
@@ -607,10 +615,15 @@ def read_text(tree: Tree, path: str) -> str:
         raise UserError(f"{where} is not UTF-8 ({error}); write it again in that encoding", code="not-utf8") from None
 
 
+def _folders_in(folder: str, samples: Iterable[Sample]) -> set[str]:
+    """Names of the folders directly in a folder of these samples."""
+    inside = (sample.path[len(folder) + 1 :].rpartition("/")[0].partition("/")[0] for sample in samples)
+    return {name for name in inside if name}
+
+
 def _samples(tree: Tree, folder: str, label: int) -> list[Sample]:
     samples = [sample_of(file, label) for file in tree.files(folder)]
-    inside = {sample.path[len(folder) + 1 :].rpartition("/")[0].partition("/")[0] for sample in samples}
-    refuse_splits(shown(tree.name, folder), sorted(inside - {""}))
+    refuse_splits(shown(tree.name, folder), sorted(_folders_in(folder, samples)))
     links = tree.unreadable if not samples and isinstance(tree, LocalTree) else ()
     if link := next((link for link in links if is_below(link, folder)), ""):
         raise UserError(

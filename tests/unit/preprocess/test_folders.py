@@ -238,6 +238,15 @@ def test_a_folder_around_the_classes_is_named(tmp_path: Path) -> None:
     assert f"If the folders in {root}/data are the classes" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["images", "valid"])
+def test_a_folder_that_holds_the_classes_again_is_no_class(tmp_path: Path, name: str) -> None:
+    root = write_tree(tmp_path / "images", {"a": 2, "b": 2, f"{name}/a": 2, f"{name}/b": 2})
+    with refuses("nested-classes", "data"):
+        find(root)
+    shutil.rmtree(root / name / "a")  # a class may have one name of another within it
+    assert find(root).classes == tuple(sorted(["a", "b", name]))
+
+
 def test_a_folder_of_other_files_is_no_class(tmp_path: Path) -> None:
     root = write_tree(tmp_path / "images", {"images/pie": 4, "images/cake": 4, "meta": 0})
     for name in ("train.txt", "test.txt"):
