@@ -53,13 +53,15 @@ def _list_zip(path: str, name: str) -> Listing:
     try:
         _check_directory(path, name)
         with zipfile.ZipFile(path) as archive:
-            for member in archive.infolist():
+            members = archive.infolist()
+            has_backslashes = not any("/" in member.filename for member in members)
+            for member in members:
                 entry = ZipEntry(
                     member.compress_size, member.CRC, member.compress_type, bool(member.flag_bits & _ENCRYPTED)
                 )
                 # A link or device tells by the mode that Unix tools write; others write none.
                 is_regular = stat.S_IFMT(member.external_attr >> 16) in (0, stat.S_IFREG)
-                inner = _name(member)
+                inner = _name(member, has_backslashes=has_backslashes)
                 file = File(inner, member.file_size, member.header_offset, entry)
                 listing.add(file, is_folder=inner.endswith("/"), is_regular=is_regular)
     except (zipfile.BadZipFile, NotImplementedError, IndexError, ValueError, struct.error) as error:
@@ -67,13 +69,16 @@ def _list_zip(path: str, name: str) -> Listing:
     return listing
 
 
-def _name(member: zipfile.ZipInfo) -> str:
-    """The path: of macOS in UTF-8 without the flag that says so, of some tools on Windows with backslashes."""
+def _name(member: zipfile.ZipInfo, *, has_backslashes: bool) -> str:
+    """The path: of macOS in UTF-8 without the flag that says so, of some tools on Windows with backslashes.
+
+    Where others have slashes, a backslash is half of a letter, as in Shift-JIS, GBK and Big5.
+    """
     path = member.filename
     if not member.flag_bits & _UTF8:
         with suppress(UnicodeError):
             path = path.encode("cp437").decode()
-    return path.replace("\\", "/") if member.create_system == _FAT else path
+    return path.replace("\\", "/") if has_backslashes and member.create_system == _FAT else path
 
 
 @dataclass(frozen=True)

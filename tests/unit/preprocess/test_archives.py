@@ -169,6 +169,20 @@ def test_names_of_a_zip_as_windows_and_macos_write_them(tmp_path: Path) -> None:
     assert find(file).classes == ("dog", "äe")
 
 
+def test_backslashes_of_a_zip_that_are_halves_of_letters(tmp_path: Path) -> None:
+    file = tmp_path / "japan.zip"
+    with zipfile.ZipFile(file, "w") as packed:
+        for name in ("1111/0", "1111/1", "2222/0", "2222/1", "dog/0", "dog/1"):
+            info = zipfile.ZipInfo(name)
+            info.create_system = 0
+            packed.writestr(info, name)
+    shift_jis = file.read_bytes()
+    for plain, name in ((b"1111", "表紙"), (b"2222", "表面")):  # as Windows writes them, of 4 bytes
+        shift_jis = shift_jis.replace(plain + b"/", name.encode("cp932") + b"/")
+    file.write_bytes(shift_jis)
+    assert len(find(file).classes) == 3
+
+
 def test_a_process_that_reads_from_a_zip_does_not_read_its_directory(tmp_path: Path, monkeypatch) -> None:
     """A listing takes 150 MiB and seconds where there are 200,000 members."""
     file = tmp_path / "images.zip"
