@@ -1,6 +1,7 @@
 """The history of a champion: from the digest of its data to every change of an alias."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -103,7 +104,7 @@ def _approvals(
     """The approvals that lie with a version, where whoever writes to the registry may put what the policy refuses."""
     for file, statement in statements.items():
         environment = file.removeprefix("approval-").removesuffix(".dsse.json")
-        if file == approval_file(environment):
+        if file == approval_file(environment) and re.fullmatch(r"[\w-]+", environment):  # as `enginery approve` asks
             try:
                 check_approval(version.label, statement, environment, digests)
                 note = f"for {environment}" + ("" if find_policy() else "; without a trust policy nobody checks it")

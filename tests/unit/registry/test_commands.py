@@ -1,6 +1,7 @@
 """models, promote, rollback, audit, and compare of versions: what they show, change and refuse."""
 
 import json
+import os
 import sqlite3
 import time
 from contextlib import closing, nullcontext
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 from sqlalchemy import event
 from sqlalchemy.pool import Pool
 
+from components.common.contracts.manifests import MANIFEST
 from components.common.registry.audit_log import AuditLog
 from components.common.registry.model_registry import Registry
 from components.common.registry.store import sqlite_file
@@ -211,6 +213,8 @@ def test_audit_shows_approvals_and_which_the_policy_refuses(trusted: Machine, re
     trusted.approve("m/1", "prod")
     trusted.approve("m/1", "staging")
     trusted.policy(board={"approves": ["prod"]})
+    with registry.files(registry.version("m", "1"), "bundle", MANIFEST) as file:
+        (file.parents[1] / os.fsdecode(b"approval-\xff.dsse.json")).write_bytes(b"{}")  # as any writer may
     done = enginery("audit", "m", "--json")
     notes = [link["note"] for link in json.loads(done.stdout)["chain"] if link["name"] == "approval"]
     assert (done.exit_code, len(notes)) == (0, 2)
