@@ -156,14 +156,17 @@ def _swapped(where: str, says: str, languages: tuple[str, str]) -> UserError:
 
 def _tsv(opener: Callable[[], BinaryIO], where: str, languages: tuple[str, str]) -> Iterator[Pair]:
     languages = (languages[0].lower(), languages[1].lower())
-    if re.search(rf"(?<![a-z])({languages[1]}[-_]{languages[0]})\.tsv", where.lower()):
-        raise _swapped(where, "its name", languages)
     for number, (text, problem) in enumerate(_lines(opener, where), 1):
         sides = text.split("\t")
-        if number == 1 and (header := text.lower().split("\t")) in (["source", "target"], list(languages)):
+        header = text.lower().split("\t") if number == 1 else []
+        if header == list(languages):
             continue
-        if number == 1 and header == list(languages[::-1]):
+        if header == list(languages[::-1]):
             raise _swapped(where, "its first line", languages)
+        if header and re.search(rf"(?<![a-z])({languages[1]}[-_]{languages[0]})\.tsv", where.lower()):
+            raise _swapped(where, "its name", languages)
+        if header == ["source", "target"]:
+            continue
         if problem or len(sides) != 2:
             yield Pair(number, text, "", problem or ("columns" if text.strip() else "empty"))
         else:

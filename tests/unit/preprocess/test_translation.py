@@ -333,10 +333,12 @@ def test_columns_the_other_way_round_are_refused(tmp_path: Path, name: str, head
     assert len(list(find_texts(str(tmp_path / name), ("de", "en"), tmp_path)[0].read())) == len(PAIRS)
 
 
-@pytest.mark.parametrize("header", ["en\tde", "Source\tTarget"])
-def test_the_header_of_a_table_is_no_pair(tmp_path: Path, header: str) -> None:
-    (tmp_path / "en-de.tsv").write_bytes(f"{header}\n".encode() + tsv(PAIRS))
-    pairs = list(find_texts(str(tmp_path / "en-de.tsv"), ("en", "de"), tmp_path)[0].read())
+@pytest.mark.parametrize(
+    ("name", "header"), [("en-de.tsv", "en\tde"), ("en-de.tsv", "Source\tTarget"), ("de-en.tsv", "EN\tDE")]
+)
+def test_the_header_of_a_table_is_no_pair(tmp_path: Path, name: str, header: str) -> None:
+    (tmp_path / name).write_bytes(f"{header}\n".encode() + tsv(PAIRS))
+    pairs = list(find_texts(str(tmp_path / name), ("en", "de"), tmp_path)[0].read())
     assert [(pair.line, pair.source) for pair in pairs[:2]] == [(2, PAIRS[0][0]), (3, PAIRS[1][0])]
 
 
