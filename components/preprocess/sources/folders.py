@@ -13,6 +13,7 @@ from typing import BinaryIO, NamedTuple
 
 from components.common.contracts.errors import UserError
 from components.common.contracts.foreign import MAX_FILE_BYTES
+from components.common.data.image_files import open_image
 from components.common.data.places import (
     MAX_TEXT_BYTES,
     LocalPlace,
@@ -41,6 +42,7 @@ from components.preprocess.sources.samples import (
     hold_out,
     parse_class_names,
     plain_names,
+    read_sample,
     split_of,
     with_refused,
 )
@@ -368,9 +370,12 @@ def folder_source(tree: Tree, storage: Storage, options: Options) -> Source:
     if _has_splits(tree, base, folders):
         return _presplit(tree, base, folders, storage, options)
     classes = _classes(tree, folders, base, options)
+    if options.names is None:
+        refuse_splits(where, folders, " or, if they are classes, list them in preprocess.class_names_file")
     of_folder = {folder: _samples(tree, folder, classes.labels[folder]) for folder in folders}
     named = {folder for folder, own in of_folder.items() if any(is_image_name(sample.path) for sample in own)}
-    if named and (others := [folder for folder, own in of_folder.items() if own and folder not in named]):
+    others = [folder for folder, own in of_folder.items() if own and folder not in named] if named else []
+    if others := [folder for folder in others if not any(_opens(storage, each) for each in of_folder[folder][:4])]:
         raise UserError(
             f"{shown(tree.name, others[0])} holds no file that is named as an image, so it is no class; take it away, "
             "or name the folder that holds the classes",
@@ -557,14 +562,14 @@ def _refuse_other_tasks(tree: Tree, base: str, folders: Sequence[str]) -> None:
         )
 
 
-def refuse_splits(where: str, folders: Sequence[str]) -> None:
+def refuse_splits(where: str, folders: Sequence[str], fix: str = "") -> None:
     """Raise UserError where most of these folders are named as splits, or one as that for testing, beside others."""
     splits = {name: split for name in folders if (split := split_of(name)) != ""}
     are_most = len(set(splits.values())) > 1 and 2 * len(splits) >= len(folders)
     if are_most or (len(folders) > 1 and _named(folders, TEST_NAMES)):
         raise UserError(
             f"{where} has {'/, '.join([*splits][:5])}/, which are named as splits where classes are expected; arrange "
-            "the images as DIR/train/<class>/ and DIR/val/<class>/, or name a table of paths and labels",
+            f"the images as DIR/train/<class>/ and DIR/val/<class>/, or name a table of paths and labels{fix}",
             code="splits-as-classes",
             setting="data",
         )
@@ -574,7 +579,6 @@ def _classes(tree: Tree, folders: Sequence[str], base: str, options: Options) ->
     where = shown(tree.name, base)
     if options.names is None:
         _refuse_other_tasks(tree, base, folders)
-        refuse_splits(where, folders)
         check_names_differ(folders, where)
     classes = options.names or _from_synset_map(tree, folders) or plain_names(folders)
     unknown = sorted(set(folders) - set(classes.labels))
@@ -619,6 +623,14 @@ def _folders_in(folder: str, samples: Iterable[Sample]) -> set[str]:
     """Names of the folders directly in a folder of these samples."""
     inside = (sample.path[len(folder) + 1 :].rpartition("/")[0].partition("/")[0] for sample in samples)
     return {name for name in inside if name}
+
+
+def _opens(storage: Storage, sample: Sample) -> bool:
+    try:
+        open_image(read_sample(storage, sample))
+    except Exception:  # Pillow's parsers let everything through
+        return False
+    return True
 
 
 def _samples(tree: Tree, folder: str, label: int) -> list[Sample]:

@@ -171,6 +171,16 @@ def test_classes_that_are_called_as_splits(tmp_path: Path) -> None:
         find(root)
 
 
+def test_classes_that_are_called_as_a_test_split(tmp_path: Path) -> None:
+    root = write_tree(tmp_path / "strips", {"control": 2, "test": 2})
+    with refuses("splits-as-classes", says="list them in preprocess.class_names_file"):
+        find(root)
+    (tmp_path / "names.txt").write_text("test\ncontrol\n")
+    assert find(root, class_names_file=str(tmp_path / "names.txt")).classes == ("test", "control")
+    root = write_tree(tmp_path / "own", {f"{split}/{name}": 2 for split in ("train", "val") for name in ("a", "test")})
+    assert find(root).classes == ("a", "test")
+
+
 @pytest.mark.parametrize("val", ["val", "validation", "valid"])
 def test_how_the_validation_folder_may_be_called(tmp_path: Path, val: str) -> None:
     root = write_tree(tmp_path / "images", {"train/a": 2, "train/b": 2, f"{val}/a": 1, f"{val}/b": 1})
@@ -253,6 +263,14 @@ def test_a_folder_of_other_files_is_no_class(tmp_path: Path) -> None:
         (root / "meta" / name).write_text("pie/000\n")
     with refuses("too-few-images", says="meta holds no file that is named as an image"):
         find(root)
+
+
+def test_images_of_a_class_may_have_names_that_promise_none(tmp_path: Path) -> None:
+    root = write_tree(tmp_path / "images", {"cat": 2, "dog": 3})
+    for file, suffix in zip(sorted((root / "dog").iterdir()), (".jfif", "", ".db"), strict=True):
+        file.rename(file.with_suffix(suffix))
+    (root / "dog" / "000.db").write_bytes(b"thumbnails")
+    assert find(root).classes == ("cat", "dog")
 
 
 def test_a_class_of_links_out_of_the_tree_alone(tmp_path: Path) -> None:
