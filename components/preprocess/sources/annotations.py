@@ -107,7 +107,7 @@ def split_samples(
     if len(samples) < 2:
         raise UserError(
             f"the data has {'1 image' if samples else 'no image'} that can be used, and needs 2{example(refused)}. "
-            "Put the images where they are named, or name them as they lie there; what lies in test/ is not used",
+            "Put the images where they are named, or name them as they lie there; test/ and eval/ are not used",
             code="too-few-images",
         )
     splits: dict[str, list[Sample]] = {"train": [], "val": [], "": []}

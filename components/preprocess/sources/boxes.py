@@ -44,8 +44,11 @@ _MAX_XML_BYTES = 1 << 22
 _MAX_REASON = 200
 _MOST_SHARE = 2.0  # of YOLO's numbers: a box may reach out of the image
 _NUM_READERS = 8  # of many small files
-_NAME_FILES = ("data.yaml", "data.yml", "dataset.yaml", "classes.txt", "obj.names", "_darknet.labels")
+_YAML_FILES = ("data.yaml", "data.yml", "dataset.yaml")
+_NAME_FILES = (*_YAML_FILES, "classes.txt", "obj.names", "_darknet.labels")
 _NAME_ENDS = (".yaml", ".yml", *_NAME_FILES)
+_MAX_OTHER_YAML_BYTES = 1 << 19  # of a file whose name promises no names of classes; takes seconds
+_MAX_FOLDERS = 50  # of a path that are looked at
 _LISTS = "ImageSets/Main"
 _LIST_SPLITS = {"train.txt": "train", **{f"{name}.txt": "val" for name in VAL_NAMES}, "test.txt": "test"}
 _FLAG = re.compile(r"\s+-?[01]$")  # of lists: whether a class is in the image
@@ -83,7 +86,7 @@ def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | Non
         return None
     folders = {folder_of(path) for path in read}
     index = Index(files)
-    listed = _voc_lists(tree, files, {end for path in texts for end in _ends(path)})
+    listed = _voc_lists(tree, files, texts)
     is_listed = all(any(listed[split].values()) for split in ("train", "val"))
     images: dict[str, tuple[File, str, Annotated]] = {}
     refused = {
@@ -126,22 +129,27 @@ def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | Non
     return Found(images=images, classes=plain_names(sorted(kinds)), refused=refused)
 
 
-def _voc_lists(tree: Tree, files: Mapping[str, File], known: Collection[str]) -> dict[str, dict[str, set[str]]]:
+def _voc_lists(tree: Tree, files: Mapping[str, File], xml: Collection[str]) -> dict[str, dict[str, set[str]]]:
     """What each list of a split names, by split and the list's path; a flag behind a name is no part of it.
 
     Args:
         tree: with the lists.
         files: of the tree.
-        known: names of XML files, with and without their folders.
+        xml: paths of XML files.
     """
     listed: dict[str, dict[str, set[str]]] = {"train": {}, "val": {}, "test": {}}
+    lines_of: list[tuple[set[str], list[list[str]]]] = []  # the names of a list, and how each line may be meant
     for path in files:
         folder, _, name = path.rpartition("/")
         if (split := _LIST_SPLITS.get(name.lower())) is not None and f"/{folder}".endswith(f"/{_LISTS}"):
-            names = listed[split][path] = set()
-            for line in map(str.strip, tree.read(path).decode("utf-8-sig", errors="replace").splitlines()):
-                spellings = [spelling(each) for each in (line, _FLAG.sub("", line)) for spelling in (_bare, _stem)]
-                names |= {next((each for each in spellings if each in known), spellings[-1])} - {""}
+            lines = map(str.strip, tree.read(path).decode("utf-8-sig", errors="replace").splitlines())
+            names = listed[split][path] = set[str]()
+            meant = [[as_(each) for each in (line, _FLAG.sub("", line)) for as_ in (_bare, _stem)] for line in lines]
+            lines_of.append((names, meant))
+    wanted = {each for _, meant in lines_of for spellings in meant for each in spellings}
+    known = {end for path in xml for end in _ends(path) if end in wanted} if wanted else set()
+    for names, meant in lines_of:
+        names |= {next((each for each in spellings if each in known), spellings[-1]) for spellings in meant} - {""}
     return listed
 
 
@@ -261,11 +269,19 @@ def _yolo_names(tree: Tree, files: Mapping[str, File]) -> tuple[tuple[str, ...] 
     """
     found: dict[str, tuple[str, ...]] = {}
     folder, description = "", dict[str, Any]()
-    for depth, path in sorted((path.count("/"), path) for path in files if path.lower().endswith(_NAME_ENDS)):
-        name, where = path.rpartition("/")[2].lower(), shown(tree.name, path)
+    for depth, is_other, path in sorted(
+        (path.count("/"), _file_name(path) not in _NAME_FILES, path)
+        for path in files
+        if path.lower().endswith(_NAME_ENDS)
+    ):
         if found and depth > next(iter(found)).count("/"):
             break
-        is_yaml, is_sure = name.endswith((".yaml", ".yml")), name in _NAME_FILES
+        if is_other and (
+            files[path].size_bytes > _MAX_OTHER_YAML_BYTES or any(_file_name(each) in _YAML_FILES for each in found)
+        ):
+            continue
+        name, where, is_sure = _file_name(path), shown(tree.name, path), not is_other
+        is_yaml = name.endswith((".yaml", ".yml"))
         text = tree.read(path).decode("utf-8-sig", errors="replace") if is_yaml or is_sure else ""
         content = _yaml(text, where, is_sure=is_sure) if is_yaml else {}
         if content.get("names"):
@@ -282,11 +298,15 @@ def _yolo_names(tree: Tree, files: Mapping[str, File]) -> tuple[tuple[str, ...] 
     return found.get(first), folder, description
 
 
+def _file_name(path: str) -> str:
+    return path.rpartition("/")[2].lower()
+
+
 def _yaml(text: str, where: str, *, is_sure: bool) -> dict[str, Any]:
     """The content of a YAML file; nothing for one of another kind whose name promises nothing. Raises UserError."""
     try:
-        content = yaml.safe_load(text) or {}
-    except (yaml.YAMLError, RecursionError, ValueError):
+        content = yaml.load(text, yaml.BaseLoader) or {}  # noqa: S506  # strings alone: a class may be called no
+    except (yaml.YAMLError, RecursionError):
         content = None
     if isinstance(content, dict):
         return content
@@ -297,15 +317,16 @@ def _yaml(text: str, where: str, *, is_sure: bool) -> dict[str, Any]:
 
 def _names_of_yaml(names: Any, where: str) -> tuple[str, ...]:
     """Raises UserError."""
-    if isinstance(names, dict) and sorted(map(str, names)) == sorted(map(str, range(len(names)))):
-        names = [{str(key): value for key, value in names.items()}[str(label)] for label in range(len(names))]
-    if isinstance(names, list):
-        return parse_class_names("\n".join(map(str, names)), where).names
+    if isinstance(names, dict) and sorted(names) == sorted(map(str, range(len(names)))):
+        names = [names[str(label)] for label in range(len(names))]
+    if isinstance(names, list) and all(isinstance(name, str) and len(name.strip().splitlines()) == 1 for name in names):
+        return parse_class_names("\n".join(names), where).names
+    seen = quoted(names) if isinstance(names, str) else "one is empty or holds others"  # any number of them
     raise UserError(
         f"{where} has names that are neither a list nor numbered from 0 to {len(names) - 1} without a gap; "
         "number the classes as the labels do"
         if isinstance(names, dict)
-        else f"{where} has names that are no list: {quoted(names)}; list the classes in the labels' order",
+        else f"{where} has names that are no list of lines: {seen}; list the classes in the labels' order",
         code="damaged-annotations",
     )
 
@@ -348,6 +369,7 @@ def _places(entry: Any, root: Any) -> list[str]:
 def _ends_of(path: str) -> list[str]:
     """A path with ever fewer of its first folders."""
     parts = [part for part in path.strip().replace("\\", "/").split("/") if part not in ("", ".", "..")]
+    parts = parts[-_MAX_FOLDERS:]
     return ["/".join(parts[at:]) for at in range(len(parts))]
 
 

@@ -16,7 +16,7 @@ from tests.conftest import Dataset, preprocess
 from tests.steps import step
 from tests.unit.refusals import refuses
 
-from .builders import archive, every_path, find, gradient, listing, rejected
+from .builders import archive, every_path, find, gradient, listing, peak_below, rejected
 
 WIDTH, HEIGHT = 64, 48
 CLASSES = ("cat", "dog")
@@ -575,7 +575,7 @@ def test_without_objects_the_reason_that_files_were_refused_for_is_named(tmp_pat
         packed(tmp_path / "voc", tmp_path / "x")
 
 
-@pytest.mark.parametrize("names", ["{0: cat, 7: dog}", "cat", "5"])
+@pytest.mark.parametrize("names", ["{0: cat, 7: dog}", "cat", "5", "{0: , 1: dog}"])
 def test_names_of_yolo_that_do_not_number_the_classes_are_refused(names: str, tmp_path: Path) -> None:
     write_yolo(tmp_path / "data")
     (tmp_path / "data" / "data.yaml").write_text(f"names: {names}\n", encoding="utf-8")
@@ -736,6 +736,52 @@ def test_files_that_name_the_classes_of_yolo_in_two_ways(tmp_path: Path) -> None
     (tmp_path / "data" / "classes.txt").write_text("dog\ncat\n", encoding="utf-8")
     with refuses("other-classes"):
         packed(tmp_path / "data", tmp_path / "y")
+
+
+def test_other_yaml_files_beside_that_of_yolo_are_not_read(tmp_path: Path) -> None:
+    write_yolo(tmp_path / "data")
+    (tmp_path / "data" / "coco.yaml").write_text("names: [person, bicycle, car]\n", encoding="utf-8")
+    (tmp_path / "data" / "a.yaml").write_text("names: 5\n", encoding="utf-8")
+    assert packed(tmp_path / "data", tmp_path / "x").manifest.classes == CLASSES
+    (tmp_path / "data" / "data.yaml").unlink()
+    (tmp_path / "data" / "a.yaml").write_text("names: [dog, cat]\n", encoding="utf-8")
+    with refuses("other-classes"):
+        packed(tmp_path / "data", tmp_path / "y")
+    (tmp_path / "data" / "coco.yaml").write_text(f"names: [a, b]\n#{' ' * (1 << 19)}\n", encoding="utf-8")
+    assert packed(tmp_path / "data", tmp_path / "z").manifest.classes == ("dog", "cat")
+
+
+@pytest.mark.parametrize("value", ["!!bool x", "!!timestamp x", "!!int ''", "1:" * 400 + "1.5"])
+def test_yaml_that_breaks_its_parser(value: str, tmp_path: Path) -> None:
+    write_yolo(tmp_path / "data")
+    (tmp_path / "data" / "data.yaml").rename(tmp_path / "data" / "mine.yaml")
+    (tmp_path / "data" / "hyp.yaml").write_text(f"value: {value}\n", encoding="utf-8")
+    assert packed(tmp_path / "data", tmp_path / "x").manifest.classes == CLASSES
+
+
+def test_classes_of_yolo_that_yaml_takes_for_no_text(tmp_path: Path) -> None:
+    write_yolo(tmp_path / "data")
+    (tmp_path / "data" / "data.yaml").write_text("names: [no, 010]\n", encoding="utf-8")
+    (tmp_path / "data" / "classes.txt").write_text("no\n010\n", encoding="utf-8")
+    assert packed(tmp_path / "data", tmp_path / "x").manifest.classes == ("no", "010")
+
+
+def test_names_of_yolo_that_hold_one_another_many_times(tmp_path: Path) -> None:
+    write_yolo(tmp_path / "data")
+    lines = [f"a{depth + 1}: &a{depth + 1} [{', '.join([f'*a{depth}'] * 10)}]\n" for depth in range(7)]
+    (tmp_path / "data" / "data.yaml").write_text(f"a0: &a0 [x]\n{''.join(lines)}names: *a7\n", encoding="utf-8")
+    with peak_below(20_000_000), refuses("damaged-annotations"):
+        find(tmp_path / "data", task="detection")
+
+
+def test_paths_of_thousands_of_folders_take_little_memory(tmp_path: Path) -> None:
+    write_yolo(tmp_path / "data")
+    (tmp_path / "data" / "list.txt").write_text("a/" * 20_000, encoding="utf-8")
+    text = f"train: list.txt\nval: {'a/' * 20_000}\nnames: [cat, dog]\n"
+    (tmp_path / "data" / "data.yaml").write_text(text, encoding="utf-8")
+    with peak_below(20_000_000):
+        found = find(tmp_path / "data", task="detection")
+    assert {split: len(samples) for split, samples in found.splits.items()} == {"train": 3, "val": 1}
 
 
 @pytest.mark.parametrize("keypoints", ["0.9 0.9 0.1 0.9", "0.9 0.9 2 0.1 0.9 1"])
