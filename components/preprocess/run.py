@@ -37,6 +37,10 @@ def run(config: PreprocessConfig, log: StepLog, *, output: Path) -> str:
             scratch=scratch,
             task=config.task,
         )
+        if source.num_unused:
+            log.note(
+                f"images that are in neither split, as in folders and lists named test or eval: {source.num_unused:,}"
+            )
         source.splits["train"] = stratified(source.splits["train"], config.seed)
         tasks = plan_tasks(config, source, output)
         digest = plan_digest(config, source)

@@ -78,8 +78,8 @@ class Found:
     classes: ClassNames
     refused: dict[str, str]  # why images can't be used
 
-    def source(self, names: ClassNames, storage: Storage, options: Options) -> Source:
-        """The images as samples, with classes of these names, or of the user's in an order of his own."""
+    def source(self, names: ClassNames, storage: Storage, options: Options, files: Iterable[str]) -> Source:
+        """The images of all `files` as samples, with classes of these names, or of the user's in their order."""
         labels: Mapping[Any, int] = names.labels
         if options.names is not None:
             known = options.names.labels
@@ -91,7 +91,9 @@ class Found:
             if (of := split or split_of(folder_of(path))) is not None
         ]
         source = Source(classes=names.names, splits=split_samples(samples, options, self.refused), storage=storage)
-        return with_refused(source, self.refused)
+        mentioned = {sample.path for _, sample in samples} | self.refused.keys()
+        num_unused = sum(is_image_name(path) and path not in mentioned for path in files)
+        return with_refused(replace(source, num_unused=num_unused), self.refused)
 
 
 def split_samples(

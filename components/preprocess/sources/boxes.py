@@ -71,7 +71,7 @@ def boxes_source(tree: Tree, storage: Storage, options: Options) -> Source:
         raise UserError(
             f"{tree.name} has annotations, and no object in them{example(found.refused)}; {WANTED}", code="no-objects"
         )
-    return found.source(found.classes, storage, options)
+    return found.source(found.classes, storage, options, files)
 
 
 # --- Pascal VOC

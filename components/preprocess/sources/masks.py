@@ -42,13 +42,14 @@ def masks_source(tree: Tree, storage: Storage, options: Options) -> Source:
         if found is not None:
             classes = _with_background(found.classes)
             _check((options.names or classes).names, tree)
-            return found.source(classes, storage, options)
+            return found.source(classes, storage, options, files)
     if not images or not masks:
         raise UserError(f"{tree.name} has no masks; {WANTED}", code="no-masks", setting="data")
     names = _class_names(tree, files, options)
     annotation = str(len(names)).encode()  # one object for all samples
     samples: list[tuple[str, Sample]] = []
     refused: dict[str, str] = {}
+    num_unused = 0
     for key, own_images in images.items():
         own = masks.pop(key, [])
         if len(own_images) > 1:
@@ -61,9 +62,11 @@ def masks_source(tree: Tree, storage: Storage, options: Options) -> Source:
         elif (split := split_of(key.rpartition("/")[0])) is not None:
             sample = replace(sample_of(own_images[0], 0), annotation=annotation, mask=sample_of(own[0], 0))
             samples.append((split, sample))
+        else:
+            num_unused += 1
     refused |= {file.path: "a mask of an image that is not there" for own in masks.values() for file in own}
-    source = Source(classes=names, splits=split_samples(samples, options, refused), storage=storage)
-    return with_refused(source, refused)
+    splits = split_samples(samples, options, refused)
+    return with_refused(Source(classes=names, splits=splits, storage=storage, num_unused=num_unused), refused)
 
 
 def _by_key(files: dict[str, File], folder: str) -> dict[str, list[File]]:

@@ -609,13 +609,16 @@ def test_the_folders_of_images_split_them_where_their_annotations_do_not(
     assert objects(dataset).keys() == OBJECTS.keys()
 
 
-def test_images_of_a_test_folder_are_none_of_a_file_that_names_all(tmp_path: Path) -> None:
+def test_images_of_a_test_folder_are_none_of_a_file_that_names_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_images(tmp_path / "data" / "images" / "train", "ab")
     write_images(tmp_path / "data" / "images" / "testing", "cd")
     (tmp_path / "data" / "instances.json").write_text(json.dumps(coco("abcd")), encoding="utf-8")
     dataset = packed(tmp_path / "data", tmp_path / "x")
     assert objects(dataset).keys() == {"a", "b"}
     assert dataset.manifest.num_rejected == 0
+    assert "named test or eval: 2" in capsys.readouterr().err
 
 
 def test_images_that_only_the_file_of_a_test_split_names_are_not_refused(tmp_path: Path) -> None:

@@ -90,7 +90,8 @@ def test_masks_are_packed_exactly_and_classes_counted_by_image(tmp_path: Path) -
     assert "dog" in dataset.file("data_card.html").read_text(encoding="utf-8")
 
 
-def test_splits_below_the_folders_none_and_an_archive(tmp_path: Path) -> None:
+def test_splits_below_the_folders_none_and_an_archive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_pair(tmp_path / "below", 4, split="test")
     for number in range(4):
         write_pair(tmp_path / "below", number, split="val" if number == 3 else "train")
         write_pair(tmp_path / "free", number)
@@ -99,6 +100,7 @@ def test_splits_below_the_folders_none_and_an_archive(tmp_path: Path) -> None:
     below = packed(tmp_path / "below", tmp_path / "x", class_names_file=str(names))
     assert_masks(masks(below))
     assert {split: info.num_images for split, info in below.manifest.splits.items()} == {"train": 3, "val": 1}
+    assert "named test or eval: 1" in capsys.readouterr().err
     free = packed(tmp_path / "free", tmp_path / "y", class_names_file=str(names), val_fraction=0.5)
     assert_masks(masks(free))
     assert {split: info.num_images for split, info in free.manifest.splits.items()} == {"train": 2, "val": 2}
