@@ -40,6 +40,10 @@ _PROGRESS_S = 0.1  # between two lines on progress
 _TAIL_LINES = 12  # of what the processes wrote, when none could say what happened
 # What gloo and NCCL's watchdog say when a process did not come to a meeting in time.
 WAITED = r"Timed out waiting \d+ ?ms|collective operation timeout"
+STUCK_FIX = (
+    "see whether its GPU or its storage hangs (nvidia-smi, dmesg), or raise train.collective_timeout_s if a step may "
+    "take that long"
+)
 
 
 class LaunchSpec(Record):
@@ -222,8 +226,7 @@ def _failure(ends: dict[int, RankEnd], number: int, *, asked: bool, written: str
         which = f"rank {', '.join(map(str, silent))} of them" if 0 < len(silent) < number else "one of them"
         return EngineryError(
             f"the {number} training processes were given up: they waited for each other longer than "
-            f"train.collective_timeout_s, because {which} is stuck. See whether its GPU or its storage hangs "
-            f"(nvidia-smi, dmesg), or raise the setting if a step may take that long.{_last_words(written)}",
+            f"train.collective_timeout_s, because {which} is stuck; {STUCK_FIX}.{_last_words(written)}",
             code="process-stuck",
             setting="train.collective_timeout_s",
         )

@@ -11,7 +11,7 @@ from components.common.contracts.errors import EngineryError, shortened
 from components.common.contracts.manifests import ALL_FILES, DatasetManifest, load
 from components.common.process.steplog import StepLog
 from components.train.config import TrainConfig
-from components.train.launching import WAITED, check_alone, launch, num_processes
+from components.train.launching import STUCK_FIX, WAITED, check_alone, launch, num_processes
 from components.train.nodes import leaving_final_errors, train_in_volume, train_on_nodes
 from components.train.train_job import JOB_VARIABLE, VOLUME_VARIABLE, TrainJobRequest
 from components.train.training import train
@@ -53,8 +53,7 @@ def naming_lost_processes() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if re.search(WAITED, str(error), re.IGNORECASE):
-            code, what = "process-stuck", "did not answer within train.collective_timeout_s: see whether its GPU or "
-            what += "its storage hangs (nvidia-smi, dmesg), or raise the setting if a step may take that long"
+            code, what = "process-stuck", f"did not answer in time: {STUCK_FIX}"
         elif re.search(_GONE, str(error)):
             code, what = "process-lost", "has ended, and its own output says why"
         else:

@@ -74,7 +74,7 @@ WATCHDOG = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqN
             "Timed out waiting 10000ms for recv operation to complete",
             r"did not answer.*\[process-stuck\]",
         ),
-        (WATCHDOG, r"did not answer within train.collective_timeout_s.*\[process-stuck\]"),
+        (WATCHDOG, r"did not answer in time: .*train.collective_timeout_s.*\[process-stuck\]"),
     ],
 )
 def test_a_process_of_an_external_torchrun_that_loses_another_one_ends_at_once(
