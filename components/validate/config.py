@@ -31,8 +31,8 @@ class ValidateConfig(StepConfig):
     )
     benchmark_batch_sizes: tuple[_Count, ...] = Field(
         (),
-        description="Batches whose speed is measured; empty for 1 and 16 on CPUs (1, 2, 4, 8 and 16 with a "
-        "latency budget), and 1, 2, 4, 8, 16, 32, 64 and 128 on GPUs.",
+        description="Batches whose speed is measured, of which the gate judges the largest; empty for 1 and 16 on CPUs "
+        "(1, 2, 4, 8 and 16 with a latency budget), and 1, 2, 4, 8, 16, 32, 64 and 128 on GPUs.",
     )
     benchmark_streams: tuple[_Count, ...] = Field(
         (),

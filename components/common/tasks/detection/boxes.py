@@ -84,7 +84,6 @@ def _largest(values: np.ndarray, num_kept: int) -> np.ndarray:
 
 
 _BLOCK = 128  # boxes of which all overlaps are found at once: a step for each would take longer
-_COST_OF_PAIRS = 6  # of the overlap of a pair that is picked, in overlaps of all
 
 
 def suppress(boxes: np.ndarray, classes: np.ndarray, iou: float, max_kept: int) -> np.ndarray:
@@ -96,25 +95,30 @@ def suppress(boxes: np.ndarray, classes: np.ndarray, iou: float, max_kept: int) 
         iou: 0..1.
         max_kept: ends when so many are found.
     """
+    left, top, right, bottom = np.ascontiguousarray(boxes.T)
+    # intersection / union > iou, without a division: intersection > iou / (1 + iou) * (area + area)
+    least = (right - left) * (bottom - top) * np.float32(iou / (1 + iou))
     kept = np.zeros(0, np.int64)
     for start in range(0, len(boxes), _BLOCK):
         if len(kept) >= max_kept:
             break
         places = np.arange(start, min(start + _BLOCK, len(boxes)))
         before = np.concatenate([kept, places])
+        first = before[:, None]
+        shared = np.minimum(right[first], right[places])
+        shared -= np.maximum(left[first], left[places])
+        heights = np.minimum(bottom[first], bottom[places])
+        heights -= np.maximum(top[first], top[places])
+        shared *= np.maximum(heights, 0)
         # [kept and places, places]: True where the first one takes the place of the second
-        covers = (classes[before, None] == classes[places]) & (before[:, None] < places)
-        if _COST_OF_PAIRS * np.count_nonzero(covers) < covers.size:
-            first, second = np.nonzero(covers)
-            covers[first, second] = overlap_of_pairs(boxes[before[first]], boxes[places[second]]) > iou
-        else:
-            covers &= overlap(boxes[before], boxes[places]) > iou
-        left = ~covers[: len(kept)].any(axis=0)
+        covers = shared > least[first] + least[places]
+        covers &= (classes[first] == classes[places]) & (first < places)
+        free = ~covers[: len(kept)].any(axis=0)
         own = covers[len(kept) :]
         for place in np.flatnonzero(own.any(axis=1)).tolist():  # the others cover none
-            if left[place]:
-                left &= ~own[place]
-        kept = np.concatenate([kept, places[left]])
+            if free[place]:
+                free &= ~own[place]
+        kept = np.concatenate([kept, places[free]])
     return kept[:max_kept]
 
 
