@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from components.common.contracts.digests import digest_bytes, digest_file
-from components.common.contracts.errors import UserError
+from components.common.contracts.errors import UserError, shown
 from components.common.contracts.manifests import PARTIAL_OUTPUT, Artifact, DatasetManifest, seal, write_atomically
 from components.common.contracts.records import Split
 from components.common.contracts.settings import fingerprinted
@@ -42,6 +42,7 @@ PROBLEMS = {
     "empty": "an empty sentence",
     "encoding": "not UTF-8, or damaged characters",
     "control-character": "control characters",
+    "quoted": "quotes doubled as in CSV, where TSV has them single (pandas: quoting=csv.QUOTE_NONE)",
     "too-long": "too many words",
     "length-ratio": "sentences of very different length",
     "missing-language": "one of the languages is missing",
@@ -59,6 +60,7 @@ _MIN_SENTENCES = 20  # of a language before one of its scripts counts as unknown
 _RARE_SHARE = 0.01  # of a language's sentences, which a script has that the language does not use
 _MAX_VOCABULARY_SENTENCES = 2_000_000  # that the vocabulary is made of
 _NUM_SAMPLES = 10  # pairs of each split in the data card
+_MOST_NAMES = 5  # of files that are not read
 _CHUNK = 10_000
 _SPLITS = ("train", "val", "")
 # First words of letters' names that are no script's.
@@ -203,7 +205,10 @@ class _Corpus:
 
 def _read(config: PreprocessConfig, log: StepLog, folder: Path, rejections: _Rejections) -> _Corpus:
     corpus = _Corpus(path=folder / "pairs")
-    files = find_texts(config.data, (config.source_language, config.target_language), folder)
+    files, unread = find_texts(config.data, (config.source_language, config.target_language), folder)
+    if unread:
+        more = f" and {len(unread) - _MOST_NAMES:,} more" if len(unread) > _MOST_NAMES else ""
+        log.note(f"not read, being test data or of another format: {', '.join(map(shown, unread[:_MOST_NAMES]))}{more}")
     with corpus.path.open("w", encoding="utf-8", newline="\n") as kept:
         for number, file in enumerate(files):
             log.progress("reading", number, len(files), unit="files")

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 from xml.parsers import expat
 
@@ -40,6 +40,8 @@ _VAL_NAMES = (*VAL_NAMES, "dev")
 _CHUNK_BYTES = 1 << 16
 _MAX_XML_TOKEN = 1 << 23  # bytes of a tag; text comes in pieces
 _MAX_DEPTH = 100  # of elements within each other, of which the parser keeps the names
+# A sentence in quotes with each of its own doubled, as pandas and spreadsheets write it.
+_CSV_QUOTED = re.compile(r'"[^"]*(?:""[^"]*)+"')
 _MARKUP = ("bpt", "ept", "it", "ph", "ut")  # of TMX: codes of the text's own format, which are no part of the sentence
 
 
@@ -64,8 +66,8 @@ class TextFile:
     """Raises UserError where the file itself can't be read."""
 
 
-def find_texts(data: str, languages: tuple[str, str], scratch: Path) -> list[TextFile]:
-    """List the files of pairs of a folder, or the one that is named.
+def find_texts(data: str, languages: tuple[str, str], scratch: Path) -> tuple[list[TextFile], list[str]]:
+    """List the files of pairs of a folder, or the one that is named, and the names of other files there.
 
     Args:
         data: a path or an fsspec URI.
@@ -78,37 +80,38 @@ def find_texts(data: str, languages: tuple[str, str], scratch: Path) -> list[Tex
     if file_name(data).endswith(SUFFIXES) and (is_uri(data) or not local_path(data).is_dir()):
         with translate_errors(data):
             path = fetched(data, scratch)
-        return [_text_file(path.name, "", lambda: path.open("rb"), data, languages)]
+        return [_text_file(path.name, "", lambda: path.open("rb"), data, languages)], []
     place = locate(data)
     with translate_errors(place.name):
         tree = remote_tree(place)[0] if isinstance(place, RemotePlace) else LocalTree(place)
         names = sorted(file.path for file in tree.files(""))
     if isinstance(place, LocalPlace) and isinstance(tree, LocalTree):
         _refuse_links_out(place, tree.unreadable, languages)
-    found = []
+    found, read = [], set[str]()
     for name in names:
         split, where = _split_of(name), shown(tree.name, name)
-        stem, suffix = name.removesuffix(".gz"), f".{languages[0]}"
         if split is None:  # test data
             continue
-        opener = partial(tree.open, name)
+        opener, other = partial(tree.open, name), _counterpart(name, languages)
         if name.lower().endswith(SUFFIXES):
             found.append(_text_file(name, split, opener, where, languages))
-        elif stem.endswith(suffix) and (other := _counterpart(name, languages)) in names:
-            openers = (opener, partial(tree.open, other))
-            wheres = (where, shown(tree.name, other))
-            found.append(TextFile(name=name, split=split, read=partial(_moses, openers, wheres)))
-        elif stem.endswith(suffix):
+            read.add(name)
+        elif other and other not in names:
             raise UserError(
                 f"{where} has no {other} beside it; add the file of the other language, or name the languages with "
                 "preprocess.source_language and preprocess.target_language",
                 code="no-counterpart",
                 setting="preprocess.target_language",
             )
+        elif name.removesuffix(".gz").endswith(f".{languages[0]}"):
+            openers = (opener, partial(tree.open, other))
+            wheres = (where, shown(tree.name, other))
+            found.append(TextFile(name=name, split=split, read=partial(_moses, openers, wheres)))
+            read |= {name, other}
     if not found:
         message = f"{tree.name} has no parallel text of the languages {' and '.join(languages)}; {WANTED}"
         raise UserError(message, code="no-parallel-text", setting="data")
-    return found
+    return found, [name for name in names if name not in read and not PurePosixPath(name).name.startswith(".")]
 
 
 def _refuse_links_out(place: LocalPlace, links: Iterable[str], languages: tuple[str, str]) -> None:
@@ -132,8 +135,12 @@ def _split_of(name: str) -> str | None:
 
 
 def _counterpart(name: str, languages: tuple[str, str]) -> str:
+    """The file of the other language that belongs to one of Moses' files; "" for another file."""
     gz = ".gz" if name.endswith(".gz") else ""
-    return f"{name.removesuffix(gz).removesuffix(languages[0])}{languages[1]}{gz}"
+    for own, other in (languages, languages[::-1]):
+        if (stem := name.removesuffix(gz)).endswith(f".{own}"):
+            return f"{stem.removesuffix(own)}{other}{gz}"
+    return ""
 
 
 def _text_file(
@@ -158,10 +165,10 @@ def _tsv(opener: Callable[[], BinaryIO], where: str, languages: tuple[str, str])
     languages = (languages[0].lower(), languages[1].lower())
     for number, (text, problem) in enumerate(_lines(opener, where), 1):
         sides = text.split("\t")
-        header = text.lower().split("\t") if number == 1 else []
-        if header == list(languages):
+        header = text.lower().replace("_", "-").split("\t") if number == 1 else []
+        if _names(header, languages):
             continue
-        if header == list(languages[::-1]):
+        if _names(header, languages[::-1]):
             raise _swapped(where, "its first line", languages)
         if header and re.search(rf"(?<![a-z])({languages[1]}[-_]{languages[0]})\.tsv", where.lower()):
             raise _swapped(where, "its name", languages)
@@ -170,7 +177,14 @@ def _tsv(opener: Callable[[], BinaryIO], where: str, languages: tuple[str, str])
         if problem or len(sides) != 2:
             yield Pair(number, text, "", problem or ("columns" if text.strip() else "empty"))
         else:
-            yield Pair(number, *sides)
+            source, target = sides
+            yield Pair(number, source, target, "quoted" if any(map(_CSV_QUOTED.fullmatch, sides)) else "")
+
+
+def _names(header: list[str], languages: tuple[str, str]) -> bool:
+    """True for two columns of these languages, or of variants of them."""
+    pairs = zip(header, languages, strict=False)
+    return len(header) == 2 and all(f"{each}-".startswith(f"{language}-") for each, language in pairs)
 
 
 def _moses(openers: tuple[Callable[[], BinaryIO], ...], wheres: tuple[str, ...]) -> Iterator[Pair]:

@@ -142,6 +142,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "line separator": ("one\u2028two\teins".encode(), "control-character"),
     "turned direction": ("pay \u202e001\u202c euros\tzahle 100 Euro".encode(), "control-character"),
     "isolate": ("\u2066abc\u2069\tabc".encode(), "control-character"),
+    "quotes of CSV": (b'he said ""yes""\t"er sagte ""ja"""', "quoted"),
     "a mark of order in the middle": ("a\ufeffb\tab".encode(), "control-character"),
     "10,000 words": (b"word " * 10_000 + b"\tWort", "too-long"),
     "very different lengths": (b"this is a rather long sentence of many words, " * 3 + b"\tja", "length-ratio"),
@@ -179,6 +180,18 @@ def test_the_step_says_how_many_for_what(tmp_path: Path, capsys: pytest.CaptureF
     assert "2 pairs left out (too many words: 1; the same pair again: 1)" in said
     assert "1 pairs (0.8 %) have a target that equals its source" in said
     assert "tokens, not 8,000" in said
+
+
+def test_files_that_are_not_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else validation pairs in another format would be missed in silence, and others held out in their place."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("train.tsv", "val.csv", "eval.tsv", ".hidden"):
+        (data / name).write_bytes(tsv(PAIRS))
+    packed(data, tmp_path / "out")
+    assert "not read, being test data or of another format: eval.tsv, val.csv" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_limits_are_settings(tmp_path: Path) -> None:
@@ -262,9 +275,11 @@ def test_pairs_of_files_as_moses_has_them(tmp_path: Path, zipped: bool) -> None:
     with refuses("other-number-of-lines", "data"):
         packed(data, tmp_path / "more", **settings)
     path.unlink()
-    (data / f"lonely.fr{end}").write_bytes(b"")
-    with refuses("no-counterpart", "preprocess.target_language"):
-        packed(data, tmp_path / "lonely", **settings)
+    for name, other in (("lonely.fr", "train.pt-BR"), ("dev.pt-BR", "lonely.fr")):
+        (data / f"{name}{end}").write_bytes(b"")
+        (data / f"{other}{end}").unlink()
+        with refuses("no-counterpart", "preprocess.target_language"):
+            packed(data, tmp_path / name, **settings)
 
 
 def tmx(units: str, before: str = "") -> bytes:
@@ -302,13 +317,13 @@ def test_tmx(tmp_path: Path) -> None:
     }
     wide = tmx("".join(units[:120])).decode().replace("UTF-8", "UTF-16").encode("utf-16")
     (tmp_path / "wide.tmx").write_bytes(wide)
-    assert len(list(find_texts(str(tmp_path / "wide.tmx"), ("en", "de"), tmp_path)[0].read())) == 120
+    assert len(list(find_texts(str(tmp_path / "wide.tmx"), ("en", "de"), tmp_path)[0][0].read())) == 120
 
 
 def test_a_language_and_its_variant_are_two_languages_of_tmx(tmp_path: Path) -> None:
     path = tmp_path / "text.tmx"
     path.write_bytes(tmx("".join(unit(*pair, ("zh-CN", "zh_TW")) for pair in PAIRS)))
-    pairs = list(find_texts(str(path), ("zh", "zh-TW"), tmp_path)[0].read())
+    pairs = list(find_texts(str(path), ("zh", "zh-TW"), tmp_path)[0][0].read())
     assert [(pair.source, pair.target, pair.problem) for pair in pairs] == [(*pair, "") for pair in PAIRS]
 
 
@@ -319,26 +334,39 @@ def test_names_of_test_and_validation_sets(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         for language in ("en", "de"):
             (tmp_path / f"{name}.{language}").write_text("x\n")
-    found = {file.name: file.split for file in find_texts(str(tmp_path), ("en", "de"), tmp_path)}
+    found = {file.name: file.split for file in find_texts(str(tmp_path), ("en", "de"), tmp_path)[0]}
     assert found == {"newsdev2013.en": "val", "X.dev2010.en": "val", "train.en": "train", "contest.en": ""}
 
 
 @pytest.mark.parametrize(
-    ("name", "header"), [("text.tsv", "de\ten\n"), ("train.de-en.tsv.gz", ""), ("DE_EN.tsv", ""), ("x_de-en.tsv", "")]
+    ("name", "header"),
+    [
+        ("text.tsv", "de\ten\n"),
+        ("text.tsv", "de-AT\ten_GB\n"),
+        ("train.de-en.tsv.gz", ""),
+        ("DE_EN.tsv", ""),
+        ("x_de-en.tsv", ""),
+    ],
 )
 def test_columns_the_other_way_round_are_refused(tmp_path: Path, name: str, header: str) -> None:
     (tmp_path / name).write_bytes(header.encode() + tsv(PAIRS))
     with refuses("swapped-languages", "preprocess.source_language"):
-        list(find_texts(str(tmp_path / name), ("en", "de"), tmp_path)[0].read())
-    assert len(list(find_texts(str(tmp_path / name), ("de", "en"), tmp_path)[0].read())) == len(PAIRS)
+        list(find_texts(str(tmp_path / name), ("en", "de"), tmp_path)[0][0].read())
+    assert len(list(find_texts(str(tmp_path / name), ("de", "en"), tmp_path)[0][0].read())) == len(PAIRS)
 
 
 @pytest.mark.parametrize(
-    ("name", "header"), [("en-de.tsv", "en\tde"), ("en-de.tsv", "Source\tTarget"), ("de-en.tsv", "EN\tDE")]
+    ("name", "header"),
+    [
+        ("en-de.tsv", "en\tde"),
+        ("en-de.tsv", "Source\tTarget"),
+        ("de-en.tsv", "EN\tDE"),
+        ("text.tsv", "en_US\tde-DE"),
+    ],
 )
 def test_the_header_of_a_table_is_no_pair(tmp_path: Path, name: str, header: str) -> None:
     (tmp_path / name).write_bytes(f"{header}\n".encode() + tsv(PAIRS))
-    pairs = list(find_texts(str(tmp_path / name), ("en", "de"), tmp_path)[0].read())
+    pairs = list(find_texts(str(tmp_path / name), ("en", "de"), tmp_path)[0][0].read())
     assert [(pair.line, pair.source) for pair in pairs[:2]] == [(2, PAIRS[0][0]), (3, PAIRS[1][0])]
 
 
@@ -422,7 +450,7 @@ def test_a_line_of_as_many_bytes_as_are_read(tmp_path: Path) -> None:
     """The limit falls on the end of a line, before it, and on the first byte of the next."""
     for size in (MAX_LINE_BYTES - 1, MAX_LINE_BYTES, MAX_LINE_BYTES + 1, MAX_LINE_BYTES + (1 << 16)):
         (tmp_path / "text.tsv").write_bytes(b"a\tb\n" + b"x" * (size - 1) + b"\nc\td\n")
-        pairs = list(find_texts(str(tmp_path / "text.tsv"), ("en", "de"), tmp_path)[0].read())
+        pairs = list(find_texts(str(tmp_path / "text.tsv"), ("en", "de"), tmp_path)[0][0].read())
         assert [(pair.line, pair.problem) for pair in pairs[::2]] == [(1, ""), (3, "")]
         assert pairs[1].problem == ("too-long" if size > MAX_LINE_BYTES else "columns")
 
@@ -432,7 +460,7 @@ def test_damaged_gzip(tmp_path: Path) -> None:
     for content in (whole[:-20], whole[:40] + b"\xff" * 9 + whole[49:]):
         (tmp_path / "text.tsv.gz").write_bytes(content)
         with refuses("damaged-archive"):
-            list(find_texts(str(tmp_path / "text.tsv.gz"), ("en", "de"), tmp_path)[0].read())
+            list(find_texts(str(tmp_path / "text.tsv.gz"), ("en", "de"), tmp_path)[0][0].read())
 
 
 def test_scripts(tmp_path: Path) -> None:
