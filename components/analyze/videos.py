@@ -44,6 +44,8 @@ _LIVE = {
 _OPEN_TIMEOUT_S = 10.0
 _MAX_FOUND = 10_000  # videos of one folder
 _MAX_PIXELS = 8192 * 4352  # of a frame: 8K
+_DECLARE_AN_END = ("matroska,webm", "mov,mp4,m4a,3gp,3g2,mj2")  # formats whose header holds the duration
+_MISSING_S = 1.0  # before that end, from which on it is missed
 _SET_BACK_S = 1.0  # a clock that goes back by more was set back
 _ON_GPU = ("nv12", "p010le")  # what is converted there
 _PIXELS_AT_ONCE = 1 << 25  # that become colours, some 30 bytes of memory each
@@ -215,21 +217,26 @@ class OpenVideo:
         """Decode until the end. Packets that are broken are counted; a frame is left out if nothing of it is whole.
 
         Raises:
-            EngineryError: a live source broke off.
+            EngineryError: a live source broke off, or a file ended before its declared end.
         """
-        packets = self._container.demux(self._stream)
+        packets, end_s = self._container.demux(), 0.0
         while True:
             try:
                 packet = next(packets)
             except (StopIteration, av.error.EOFError):
+                self._check_end(end_s)
                 return
             except av.error.InvalidDataError:
                 self.num_corrupt += 1
                 continue
             except (av.error.FFmpegError, OSError) as error:
                 raise _lost(self.source, error) from None
+            if packet.pts is not None and packet.time_base is not None:
+                end_s = max(end_s, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+            if packet.stream.index != self._stream.index:
+                continue
             try:
-                decoded = packet.decode()
+                decoded = self._stream.decode(packet)
             except av.error.FFmpegError:
                 self.num_corrupt += 1
                 continue
@@ -239,6 +246,16 @@ class OpenVideo:
                     self.num_corrupt += 1
                 else:
                     yield frame
+
+    def _check_end(self, end_s: float) -> None:
+        """Raise EngineryError where the last packet, of sound too, ends long before the end that the file declares."""
+        declared_s = (self._container.duration or 0) / 1e6 if self._container.format.name in _DECLARE_AN_END else 0.0
+        if 0 < end_s < declared_s - _MISSING_S:
+            raise EngineryError(
+                f"{self.source.name} breaks off after {end_s:,.1f} of {declared_s:,.1f} s: it is cut or broken there; "
+                "take a whole file",
+                code="stream-lost",
+            )
 
     def frames(self) -> Iterator[VideoFrame]:
         """As `decoded`, with numbers, times that never go back, and pixels in RGB."""

@@ -43,6 +43,7 @@ from components.analyze.config import AnalyzeConfig
 from components.analyze.labelling import NO_FRAME, label
 from components.analyze.processes import _PipeSink
 from components.analyze.results import HeldClasses, Latencies, StreamResult, Thumbnails, Timeline
+from components.analyze.run import outcome
 from components.analyze.streams import Streams
 from components.analyze.videos import OpenVideo, find_videos, has_nvdec, planes_of, rgb_images
 from components.common.contracts.errors import UserError
@@ -246,6 +247,31 @@ def test_what_is_broken_is_named_and_the_rest_is_labelled(run_analysis: Analyze,
         assert "is no video that can be read" in seen[name].problem
     page = analysis.file("index.html").read_text()  # has room for these five
     assert [name for name in names if name in page] == [*names[2:]]
+
+
+@pytest.mark.parametrize("name", ["a.mkv", "a.mp4"])
+def test_a_file_that_ends_before_its_declared_end_is_told(run_analysis: Analyze, tmp_path: Path, name: str) -> None:
+    """Sound that lasts longer than the pictures is no such end."""
+    whole, cut = tmp_path / name, tmp_path / f"cut-{name}"
+    frames, sound = [], []
+    with av.open(str(whole), "w", options={"movflags": "faststart"} if name == "a.mp4" else {}) as container:
+        video, audio = container.add_stream("libx264", rate=30), container.add_stream("aac", rate=44_100)
+        video.height, video.width, video.pix_fmt = 96, 128, "yuv420p"
+        for pixels in digit_frames():
+            frames += video.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24"))
+        frames += video.encode(None)
+        for number in range(150):  # 3.5 s
+            silence = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+            silence.sample_rate, silence.pts = 44_100, 1024 * number
+            sound += audio.encode(silence)
+        container.mux(sorted([*frames, *sound, *audio.encode(None)], key=lambda packet: packet.dts * packet.time_base))
+    cut.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    analysis = run_analysis(whole, cut)
+    first, second = analysis.manifest.streams
+    assert (first.num_labelled, first.problem) == (len(frames), "")
+    assert 0 < second.num_labelled < len(frames)
+    assert re.search(r"breaks off after [0-9.]+ of 3\.5 s", second.problem)
+    assert "1 streams not read to their end" in outcome(analysis)
 
 
 @pytest.mark.parametrize("matrix", [(0, 1, -1, 0), (-1, 0, 0, -1), (0, -1, 1, 0), (-1, 0, 0, 1), (0, 1, 1, 0)])
