@@ -38,6 +38,7 @@ WANTED = (
 )
 _VAL_NAMES = (*VAL_NAMES, "dev")
 _CHUNK_BYTES = 1 << 16
+_XML_SPACE = re.compile("[ \t\r\n]+")  # what lays a file out; other spaces are the sentence's own
 _MAX_XML_TOKEN = 1 << 23  # bytes of a tag; text comes in pieces
 _MAX_DEPTH = 100  # of elements within each other, of which the parser keeps the names
 # A sentence in quotes with each of its own doubled, as pandas and spreadsheets write it.
@@ -320,7 +321,8 @@ class _TmxReader:
         elif name in _MARKUP:
             self._markup -= 1
         elif name == "tu":
-            source, target = (" ".join("".join(self._sides.get(each, ())).split()) for each in self._languages)
+            sides = ("".join(self._sides.get(each, ())) for each in self._languages)
+            source, target = (_XML_SPACE.sub(" ", side).strip(" ") for side in sides)
             problem = "" if len(self._sides) == 2 else "missing-language"
             self.pairs.append(Pair(self._line, source, target, "too-long" if self._size > MAX_LINE_BYTES else problem))
 

@@ -297,6 +297,7 @@ def test_tmx(tmp_path: Path) -> None:
     units = [unit(*pair) for pair in PAIRS]
     units += [
         unit("A <bpt i='1'>&lt;b&gt;</bpt><hi>bold</hi><ept i='1'>&lt;/b&gt;</ept> word", "ein\n  fettes Wort"),
+        unit("sir: 5 o'clock", "monsieur\u00a0:\u3000cinq\n heures"),
         unit("tea &amp; milk", "Tee &#38; Milch", ("EN", "DE-at")),
         unit("one", "un", ("en", "fr")),
         unit("Danke", "thanks", ("de", "en")),
@@ -306,10 +307,15 @@ def test_tmx(tmp_path: Path) -> None:
     path = tmp_path / "text.tmx.gz"
     path.write_bytes(gzip.compress(tmx("".join(units), document_type)))
     dataset = packed(path, tmp_path / "out")
-    expected = [("A bold word", "ein fettes Wort"), ("tea & milk", "Tee & Milch"), ("thanks", "Danke")]
+    expected = [
+        ("A bold word", "ein fettes Wort"),
+        ("sir: 5 o'clock", "monsieur\u00a0:\u3000cinq heures"),
+        ("tea & milk", "Tee & Milch"),
+        ("thanks", "Danke"),
+    ]
     assert everything(dataset) == sorted(PAIRS + expected)
     problems = {entry["place"]: entry["problem"] for entry in rejected(tmp_path / "out")}
-    line = len(PAIRS) + 4  # one of them has a line end within
+    line = len(PAIRS) + 6  # two of them have a line end within
     assert problems == {
         f"text.tmx.gz:{line}": "missing-language",
         f"text.tmx.gz:{line + 2}": "encoding",
