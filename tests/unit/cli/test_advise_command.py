@@ -133,6 +133,11 @@ def test_decoding_limits() -> None:
     free, capped = (_rows(*_ASKED, "--p99", "1s", "--decode-rate", rate) for rate in ("none", "500"))
     assert "decode_per_s" not in free["T4"]
     assert (capped["T4"]["images_per_s"], capped["T4"]["limit"]) == (500, "decoder")
+    shared = _rows(*_ASKED, "--p99", "1s", "--decode-rate", "500", "--qps", "45000")["H200"]
+    alone = _rows(*_ASKED, "--p99", "1s", "--qps", "450")["H200"]
+    assert shared["num_gpus"] == [100, 100]
+    assert capped["H200"]["p99_ms"] == shared["p99_ms"] == alone["p99_ms"]  # of 450 images/s on each
+    assert capped["H200"]["why"] == shared["why"] == alone["why"]
     hardware = _rows(*_ASKED, "--p99", "1s", "--decode-rate", "gpu")
     assert hardware["H200"]["images_per_s"] == devices()["H200"].jpeg_per_s
     assert (hardware["L4"]["decode_per_s"], hardware["L4"]["limit"]) == ("unknown", free["L4"]["limit"])
