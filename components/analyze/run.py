@@ -110,7 +110,7 @@ def outcome(analysis: Artifact[AnalysisManifest]) -> str:
     for name, number in (
         ("frames dropped", sum(stream.num_dropped for stream in streams)),
         ("broken packets", sum(stream.num_corrupt for stream in streams)),
-        ("streams not read to their end", sum(bool(stream.problem) for stream in streams)),
+        ("not read to the end", sum(bool(stream.problem) for stream in streams)),
     ):
         parts += [f"{number:,} {name}"] if number else []
     return ", ".join(parts)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 STDIN = "-"
 VIDEO_EXTENSIONS = (
-    ".avi", ".flv", ".h264", ".264", ".h265", ".hevc", ".ivf", ".m2ts", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg",
+    ".3gp", ".avi", ".flv", ".h264", ".264", ".h265", ".hevc", ".ivf", ".m2ts", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg",
     ".mpg", ".mts", ".obu", ".ogv", ".ts", ".webm", ".wmv",
 )  # fmt: skip
 _FORMATS = "asf,avi,av1,flv,h264,hevc,ivf,matroska,mjpeg,mov,mpeg,mpegts,mpegvideo,obu,ogg,rtsp,webm"

@@ -4,6 +4,7 @@ import asyncio
 import codecs
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -130,6 +131,9 @@ def _translate(model: str, texts: Sequence[str], beam_size: int, as_json: bool) 
         raise UserError(message, code="no-sentences")
     sentences: list[str | bytes] = []
     for text in texts:
+        if Path(text).suffix and os.path.isfile(text):
+            message = f"{shown(text)} is a file; give its lines by the standard input: enginery predict MODEL - < FILE"
+            raise UserError(message, code="file-not-sentence")
         sentences += _lines(sys.stdin.buffer.read()) if text == _STDIN else [text]
     with find_source(model, None) as source:
         check_task(f"the model {model}", source.bundle.manifest.task, "translation", "ask a server of it about images")

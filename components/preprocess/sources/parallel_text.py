@@ -36,7 +36,7 @@ WANTED = (
     "name a file of pairs (.tsv: source, tab, target a line; .tmx; each also with .gz), or a folder with such files or "
     "with Moses' pairs (NAME.en and NAME.de)"
 )
-_VAL_NAMES = (*VAL_NAMES, "dev")
+_VAL_NAMES = (*VAL_NAMES, "dev", "development")
 _CHUNK_BYTES = 1 << 16
 _XML_SPACE = re.compile("[ \t\r\n]+")  # what lays a file out; other spaces are the sentence's own
 _MAX_XML_TOKEN = 1 << 23  # bytes of a tag; text comes in pieces

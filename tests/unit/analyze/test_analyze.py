@@ -271,7 +271,7 @@ def test_a_file_that_ends_before_its_declared_end_is_told(run_analysis: Analyze,
     assert (first.num_labelled, first.problem) == (len(frames), "")
     assert 0 < second.num_labelled < len(frames)
     assert re.search(r"breaks off after [0-9.]+ of 3\.5 s", second.problem)
-    assert "1 streams not read to their end" in outcome(analysis)
+    assert "1 not read to the end" in outcome(analysis)
 
 
 @pytest.mark.parametrize("matrix", [(0, 1, -1, 0), (-1, 0, 0, -1), (0, -1, 1, 0), (-1, 0, 0, 1), (0, 1, 1, 0)])

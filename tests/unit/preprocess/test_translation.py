@@ -336,12 +336,18 @@ def test_a_language_and_its_variant_are_two_languages_of_tmx(tmp_path: Path) -> 
 def test_names_of_test_and_validation_sets(tmp_path: Path) -> None:
     """Of WMT, IWSLT and FLORES."""
     tests = ("newstest2014", "X.tst2010", "devtest/x", "holdout", "heldout", "eval")
-    for name in (*tests, "newsdev2013", "X.dev2010", "train", "contest"):
+    for name in (*tests, "newsdev2013", "X.dev2010", "development", "train", "contest"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         for language in ("en", "de"):
             (tmp_path / f"{name}.{language}").write_text("x\n")
     found = {file.name: file.split for file in find_texts(str(tmp_path), ("en", "de"), tmp_path)[0]}
-    assert found == {"newsdev2013.en": "val", "X.dev2010.en": "val", "train.en": "train", "contest.en": ""}
+    assert found == {
+        "newsdev2013.en": "val",
+        "X.dev2010.en": "val",
+        "development.en": "val",
+        "train.en": "train",
+        "contest.en": "",
+    }
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_mlflow_loads_a_translator(translator: Chain, opened: Translator, tmp_pa
         assert "image" not in str(caught.value)
 
 
-def test_predict_translates_arguments_and_lines(translator: Chain, opened: Translator) -> None:
+def test_predict_translates_arguments_and_lines(translator: Chain, opened: Translator, tmp_path: Path) -> None:
     bundle, said = str(translator.bundle), opened.translate(SENTENCES)
     lines = enginery("predict", bundle, *SENTENCES).stdout.split("\n")
     assert lines == [*map(on_one_line, said), ""]
@@ -99,6 +99,9 @@ def test_predict_translates_arguments_and_lines(translator: Chain, opened: Trans
     assert (nothing.exit_code, nothing.stdout) == (0, "")
     with refuses("no-sentences"):
         enginery("predict", bundle)
+    (tmp_path / "in.txt").write_bytes(content)
+    with refuses("file-not-sentence"):
+        enginery("predict", bundle, tmp_path / "in.txt")
     for option, value in (("--top-k", 3), ("--picture", "x.png")):
         with refuses("other-task", option):
             enginery("predict", bundle, option, value, *SENTENCES)
