@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from components.common.contracts.records import PairedComparison
-from components.common.contracts.statistics import drop_upper
+from components.common.contracts.statistics import beta_cdf, drop_upper
 from components.common.contracts.transforms import TransformSpec
 
 
@@ -174,9 +174,10 @@ def bootstrap_comparison(
     """
     differences = (own - fp32)[1:]
     delta, std = float(own[0] - fp32[0]), float(differences.std())
+    num_images = len(per_image_own)
     low, high = np.quantile(differences, [0.05, 0.95]).tolist()
     return PairedComparison(
-        num_images=len(per_image_own),
+        num_images=num_images,
         num_regressed=int((per_image_own < per_image_fp32).sum()),
         num_improved=int((per_image_own > per_image_fp32).sum()),
         delta_points=delta,
@@ -184,14 +185,34 @@ def bootstrap_comparison(
         drop_lower_points=-max(high, delta),
         drop_upper_points=-min(low, delta),
         std_points=std,
-        mcnemar_p=p_of(delta, std),
+        mcnemar_p=p_of(delta, std, num_images),
         mcnemar_test="bootstrap",
     )
 
 
-def p_of(delta: float, std: float) -> float:
-    """Two-sided p-value of a difference whose standard deviation is known."""
-    return math.erfc(abs(delta) / std / math.sqrt(2)) if std > 0 else 1.0
+def p_of(delta: float, std: float, num_images: int) -> float:
+    """Two-sided p-value, by Student's t-test, of a difference whose deviation the bootstrap has from so many images.
+
+    At least that of as many images which all regressed, by McNemar's test: a few that agree have hardly a deviation.
+    """
+    degrees = num_images - 1
+    if degrees < 1 or std <= 0:
+        return 1.0
+    squared = (delta / std) ** 2 * degrees / num_images  # the bootstrap divides by the number of images
+    return max(beta_cdf(degrees / (degrees + squared), degrees / 2, 0.5), 0.5**degrees)
+
+
+def p_values(deltas: np.ndarray, differences: np.ndarray, num_images: np.ndarray) -> np.ndarray:
+    """[classes] `p_of` each class, NaN where no draw differs.
+
+    Args:
+        deltas: [classes]
+        differences: [R, classes], of each draw; NaN where a draw leaves a class without an image.
+        num_images: [classes], that show it.
+    """
+    stds = np.ma.masked_invalid(differences).std(axis=0).filled(0.0)
+    found = [p_of(*each) if each[1] > 0 else math.nan for each in zip(deltas, stds, num_images.tolist(), strict=True)]
+    return np.array(found)
 
 
 _Z_HOPELESS = 2.0  # standard deviations: one in 44 of the candidates that would hold is given up each time

@@ -12,7 +12,7 @@ from components.common.data.image_files import as_seen
 from components.common.tasks.detection.average_precision import FOUND, WRONG, Matches, match, mean_precision, rows_of
 from components.common.tasks.detection.boxes import NUM_BOX_VALUES, detect, overlap_of_pairs
 from components.common.tasks.drawing import beside, palette
-from components.common.tasks.predictions import ByClass, ByDraws, Predictions, draws, p_of
+from components.common.tasks.predictions import ByClass, ByDraws, Predictions, draws, p_values
 
 SURE = 0.3
 """The score from which a detection is shown, counted in an image, and compared with another model's. mAP takes all."""
@@ -169,19 +169,16 @@ class BoxPredictions(ByDraws, Predictions):
     def by_class(self, fp32: Self, num_classes: int) -> ByClass:
         """See Predictions; by the paired bootstrap, each class by its average precision."""
         reference, own = fp32._by_draw, self._by_draw  # [1 + R, classes]
-        deltas = own[0] - reference[0]
-        # a class that a draw leaves without an object has no average precision there
-        differences = np.ma.masked_invalid((own - reference)[1:])
-        stds = differences.std(axis=0).filled(0.0)
         shown = self.matches.num_objects > 0  # [N, classes]
+        num_images = shown.sum(axis=0)
         image_fp32, image_own = (_f1(*each._counts) for each in (fp32, self))  # [N, classes]
         return ByClass(
-            num_images=shown.sum(axis=0),
+            num_images=num_images,
             fp32_pct=reference[0],
             own_pct=own[0],
             num_regressed=(shown & (image_own < image_fp32)).sum(axis=0),
             num_improved=(shown & (image_own > image_fp32)).sum(axis=0),
-            p_values=np.array([p_of(*pair) if pair[1] > 0 else np.nan for pair in zip(deltas, stds, strict=True)]),
+            p_values=p_values(own[0] - reference[0], (own - reference)[1:], num_images),
         )
 
     @staticmethod

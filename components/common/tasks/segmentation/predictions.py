@@ -9,7 +9,7 @@ from PIL import Image
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.image_files import as_seen
 from components.common.tasks.drawing import beside, coloured
-from components.common.tasks.predictions import ByClass, ByDraws, Predictions, draws, p_of
+from components.common.tasks.predictions import ByClass, ByDraws, Predictions, draws, p_values
 from components.common.tasks.segmentation import VOID
 
 _GRID = 64  # rows and columns of a mask that are kept
@@ -121,17 +121,15 @@ class MaskPredictions(ByDraws, Predictions):
     def by_class(self, fp32: Self, num_classes: int) -> ByClass:
         """See Predictions; by the paired bootstrap, each class by its IoU."""
         reference, own = fp32._by_draw(), self._by_draw()  # [1 + R, classes]
-        deltas = own[0] - reference[0]
-        with np.errstate(invalid="ignore"):
-            stds = (own - reference)[1:].std(axis=0)
+        num_images = (self.pixels[..., 2] > 0).sum(axis=0)
         image_fp32, image_own = _ious(fp32.pixels), _ious(self.pixels)  # [N, classes]
         return ByClass(
-            num_images=(self.pixels[..., 2] > 0).sum(axis=0),
+            num_images=num_images,
             fp32_pct=reference[0],
             own_pct=own[0],
             num_regressed=(image_own < image_fp32).sum(axis=0),
             num_improved=(image_own > image_fp32).sum(axis=0),
-            p_values=np.array([p_of(*pair) if pair[1] > 0 else np.nan for pair in zip(deltas, stds, strict=True)]),
+            p_values=p_values(own[0] - reference[0], (own - reference)[1:], num_images),
         )
 
     def arrays(self) -> dict[str, np.ndarray]:

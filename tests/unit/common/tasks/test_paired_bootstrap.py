@@ -4,7 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from scipy import stats
 
+from components.common.contracts.statistics import holm
 from components.common.tasks.predictions import Predictions, ScoreDrop, p_of
 from components.common.tasks.segmentation.predictions import MaskPredictions
 from components.common.tasks.translation.predictions import TextPredictions
@@ -49,7 +51,10 @@ def test_worse_models_are_seen_and_equal_ones_lose_nothing(
     assert many.points < few.points == pytest.approx(-found.delta_points)  # at best
     assert few.proved(num_images, 1.0) > few.proved(100 * num_images, 1.0) > few.points
     assert worse.score_low_pct < worse.score_pct
-    assert (p_of(-1.959964, 1.0), p_of(3.919928, 2.0)) == pytest.approx((0.05, 0.05), abs=1e-6)
+    assert (p_of(-1.959964, 1.0, 10**6), p_of(3.919928, 2.0, 10**6)) == pytest.approx((0.05, 0.05), abs=1e-6)
+    ten = np.random.default_rng(0).normal(0.5, 1, 10)
+    assert p_of(ten.mean(), ten.std() / 10**0.5, 10) == pytest.approx(stats.ttest_1samp(ten, 0).pvalue)
+    assert (p_of(-5.0, 1e-9, 6), p_of(-5.0, 1.0, 1)) == (2 / 2**6, 1.0)  # McNemar's of six that all regressed
 
 
 @pytest.mark.parametrize(("predict", "num_images", "wrong"), [(boxes, 300, (1.0, 1.6)), (masks, 200, (0.05, 0.10))])
@@ -80,3 +85,25 @@ def test_the_interval_covers_the_difference_of_many_images_as_often_as_it_says(
         which = random.choice(2000, sample_size)
         missed += own.select(which).comparison(fp32.select(which)).drop_upper_points < truth
     assert least <= missed <= most
+
+
+@pytest.mark.parametrize("num_shown", [2, 4, 12])
+def test_equal_models_are_significantly_worse_on_hardly_any_class_of_few_images(num_shown: int) -> None:
+    """20 classes in each of 40 datasets: with Holm's correction one of 20 datasets has a false alarm."""
+    random, alarms = np.random.default_rng(2), 0
+    for _ in range(40):
+        labelled = np.zeros((60, 20), np.int32)
+        for column in labelled.T:
+            column[random.choice(60, num_shown, replace=False)] = 100
+        fp32, own = (masks_of(labelled, random) for _ in range(2))
+        found = own.by_class(fp32, 20)
+        assert not np.isnan(found.p_values).all()
+        alarms += min(holm(found.p_values[~np.isnan(found.p_values)].tolist())) < 0.05
+    assert alarms <= 5
+
+
+def masks_of(labelled: np.ndarray, random: np.random.Generator) -> MaskPredictions:
+    """Masks of which about 70 % of the labelled pixels of each image are right. labelled: [N, classes]."""
+    right = random.binomial(labelled, random.normal(0.7, 0.05, labelled.shape).clip(0, 1))
+    grid = np.zeros((len(labelled), 1, 1), np.uint8)
+    return MaskPredictions(pixels=np.stack([right, right, labelled], -1).astype(np.int32), grid=grid, labels=grid)
