@@ -330,7 +330,8 @@ _ECE = (
 )
 _BOOTSTRAP = (
     "Intervals are of the paired bootstrap over {unit}: both precisions are scored on the same {unit}, drawn again and "
-    "again. Regressed and improved are the {unit} on which a precision is worse and better than FP32."
+    "again. The drop at most counts one more, with nothing left of FP32's score. Regressed and improved are the {unit} "
+    "on which a precision is worse and better than FP32."
 )
 
 

@@ -288,10 +288,11 @@ def check_validation(arguments: Mapping[str, Any], num_train: int, *, num_val: i
     why, allow = f"gate.min_validation_images is {needed:,}", f"--set gate.min_validation_images={num_val}"
     task = TASKS[task_of(str(arguments.get("architecture") or ""))]
     is_share, unit = task.classifies, task.unit
-    if thresholds.confident and is_share:
-        budgets = {"a larger --max-drop-points": thresholds.max_drop_points}
-        if thresholds.min_relative_score_pct > 0:
-            budgets["a smaller gate.min_relative_score_pct"] = 100 - thresholds.min_relative_score_pct
+    # of mAP, mIoU and BLEU images prove a share of FP32's score, which is not known yet
+    budgets = {"a larger --max-drop-points": thresholds.max_drop_points} if is_share else {}
+    if thresholds.min_relative_score_pct > 0:
+        budgets["a smaller gate.min_relative_score_pct"] = 100 - thresholds.min_relative_score_pct
+    if thresholds.confident and budgets:
         budget = min(budgets.values())
         proving = images_to_prove(budget)
         if proving > max(needed, num_val):

@@ -503,10 +503,20 @@ class PairedComparison(Record):
         """Images from which on the interval of the drop lies on one side of a budget; None for no such number."""
         if self.std_points is None:
             return images_needed(self.num_images, self.num_regressed, self.num_improved, budget_points)
-        distance = abs(budget_points + self.delta_points)
-        times = (NormalDist().inv_cdf(1 - SIGNIFICANCE) * self.std_points / distance) ** 2 if distance else math.inf
-        needed = self.num_images * times
+        distance = budget_points + self.delta_points
+        if not distance:
+            return None
+        # So many times the images leave 1 / times of the one part, squared, and 1 / times^2 of the other.
+        seen = (NormalDist().inv_cdf(1 - SIGNIFICANCE) * self.std_points) ** 2
+        unseen = self.unseen_points if distance > 0 else 0.0
+        needed = self.num_images * (seen + math.hypot(seen, 2 * distance * unseen)) / (2 * distance**2)
         return math.ceil(needed) if needed <= MAX_IMAGES_NEEDED else None
+
+    @property
+    def unseen_points(self) -> float:
+        """The part of the upper end, by squares, that is not the deviation seen: images such as none of these."""
+        seen = NormalDist().inv_cdf(1 - SIGNIFICANCE) * (self.std_points or 0.0)
+        return math.sqrt(max((self.drop_upper_points + self.delta_points) ** 2 - seen**2, 0.0))
 
     @property
     def counts_text(self) -> str:

@@ -225,6 +225,11 @@ def test_what_no_answer_could_prove_is_refused(few_digits: Path) -> None:
     text = too_few(few_digits, proof, max_drop_points=0.0)
     assert "no number is enough" in text
     assert "Give a larger --max-drop-points" in text
+    for architecture in ("detection/fcos_small", "segmentation/fpn_small"):  # a share of a score not known yet
+        boxes = run_of(Path(), gate={"confident": True}, max_drop_points=0.1, architecture=architecture)
+        check_validation(boxes, 1000, num_val=299, num_of_class=0)
+        with refuses("too-few-validation-images"):
+            check_validation(boxes, 1000, num_val=298, num_of_class=0)
     for points in (0.1, 0.5, 1.0, 5.0, 50.0):  # the gate's own interval lies within from so many images on
         number = images_to_prove(points)
         assert drop_upper(number, 0, 0) <= points < drop_upper(number - 1, 0, 0)
