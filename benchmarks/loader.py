@@ -107,7 +107,7 @@ def main(
     results.write(name, measures=measures, runs=runs, notes=notes)
 
 
-def make_data(folder: Path, num_images: int) -> None:
+def make_data(folder: Path, num_images: int, max_short_side: int = 0) -> None:
     """Write folder/images/{train,val}/<class>/ and pack them into folder/dataset, unless that is done."""
     if (folder / "dataset" / "manifest.json").exists():
         return
@@ -117,7 +117,8 @@ def make_data(folder: Path, num_images: int) -> None:
         for done, _ in enumerate(pool.imap_unordered(_write_image, files, chunksize=32), start=1):
             if done % 1000 == 0:
                 print(f"{done}/{len(files)} images written", flush=True)
-    config = resolve(PreprocessConfig, "preprocess", {"data": str(folder / "images")})
+    settings = {"data": str(folder / "images"), "max_short_side": max_short_side}
+    config = resolve(PreprocessConfig, "preprocess", settings)
     preprocess(config, StepLog("preprocess"), output=folder / "dataset")
 
 

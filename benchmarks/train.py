@@ -80,7 +80,8 @@ class Session:
         notes = (
             "Forward, backward and optimizer step of components.train, by the trainer's own clock over whole epochs; "
             "each cell in a process of its own, medians of its turns after warming up. synthetic: one fixed batch on "
-            "the device. shards: 500x375 JPEG through the loader, in turn with the same process's synthetic batch. "
+            "the device. shards: JPEG of 500x375, or scaled down as asked, through the loader, in turn with the same "
+            "process's synthetic batch. "
             "live: the synthetic batch with live metrics, in turn with it without. "
             "torchvision: the reference recipe (DataLoader with the best number of workers, eager bf16 AMP, "
             "channels_last) on the same files, without its logging. scaling: DistributedDataParallel. Cells that "
@@ -116,6 +117,7 @@ class Session:
 @click.option("--ddp", default=_DDP, help="BUCKET_MB:STATIC_GRAPH:SPLIT_GRAPH, some of them.")
 @click.option("--profile/--no-profile", default=True, help="Record what the fastest cell spends its time on.")
 @click.option("--num-images", default=20000, type=click.IntRange(min=64), help="Of the parts that read files.")
+@click.option("--max-short-side", default=0, help="Of preprocess: scales the packed images down; 0 for not.")
 @click.option("--reference-batch-size", default=256, help="Of torchvision's recipe.")
 @click.option("--work", default=Path("/tmp/enginery-train"), type=click.Path(path_type=Path), help="For images, logs.")
 @click.option("--again", is_flag=True, help="Measure known cells again.")
@@ -136,6 +138,7 @@ def main(
     ddp: str,
     profile: bool,
     num_images: int,
+    max_short_side: int,
     reference_batch_size: int,
     work: Path,
     again: bool,
@@ -143,7 +146,7 @@ def main(
 ) -> None:
     if unknown := set(parts.split(",")) - set(_PARTS):
         raise click.UsageError(f"--parts has {', '.join(unknown)}; choose from {', '.join(_PARTS)}")
-    folder = work / str(num_images)
+    folder = work / f"{num_images}-{max_short_side}"
     own: dict[str, Any] = {"name": f"train_{architecture}", "device": device, "cell_s": cell_seconds}
     session = Session(**own, results=results, work=work, ends=time.monotonic() + 60 * minutes)
     if not again:
@@ -168,7 +171,7 @@ def main(
     if "shards" in parts or "torchvision" in parts:
         from benchmarks.loader import make_data
 
-        make_data(folder, num_images)
+        make_data(folder, num_images, max_short_side)
     if "shards" in parts and "scaling" not in parts:
         session.measure(best.model_copy(update={"kind": "shards", "profile": profile}))
     if "live" in parts:
