@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import urllib3
-from kubernetes import client, config  # type: ignore[import-untyped]
-from kubernetes.config import ConfigException  # type: ignore[import-untyped]
+from kubernetes import client, config
+from kubernetes.config import ConfigException
 from pydantic import Field
 
 from components.common.contracts.errors import EngineryError, UserError

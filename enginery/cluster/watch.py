@@ -11,8 +11,8 @@ from typing import Any
 
 import kfp_server_api  # type: ignore[import-untyped]
 import urllib3
-from kubernetes import client  # type: ignore[import-untyped]
-from kubernetes.config import ConfigException  # type: ignore[import-untyped]
+from kubernetes import client
+from kubernetes.config import ConfigException
 
 from components.common.contracts.errors import (
     EXIT_FAILURE,

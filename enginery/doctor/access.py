@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import urllib3
-from kubernetes import client  # type: ignore[import-untyped]
-from kubernetes.config import ConfigException  # type: ignore[import-untyped]
+from kubernetes import client
+from kubernetes.config import ConfigException
 
 from components.common.contracts.errors import shortened
 from components.train.train_job import kubernetes_api

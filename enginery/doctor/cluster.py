@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
-from kubernetes import client  # type: ignore[import-untyped]
+from kubernetes import client
 
 from components.common.contracts.container_images import IMAGE_OF
 from components.common.contracts.errors import EXIT_FAILURE, EngineryError

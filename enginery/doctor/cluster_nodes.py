@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from kubernetes import client  # type: ignore[import-untyped]
+from kubernetes import client
 
 from components.train.train_job import CONTAINER, GROUP, PLURAL, VERSION
 from enginery.cluster.resources import selector_of, tolerations_of

@@ -18,8 +18,9 @@ import pytest
 import yaml
 from kubernetes import client
 
+from tests.processes import ROOT
 from tests.unit.conftest import promoted, proved, store  # noqa: F401
-from tests.unit.registered import NAME, ROOT, checkout, deploy, enginery, exported, git, make_chain, promote_chain  # noqa: F401
+from tests.unit.registered import NAME, checkout, deploy, enginery, exported, git, make_chain, promote_chain  # noqa: F401
 
 from .test_pods import known_image, run_in_pod, start_pod, store_repositories, wait_for  # noqa: F401
 

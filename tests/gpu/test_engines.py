@@ -12,7 +12,7 @@ from torch import nn
 from components.common.contracts.errors import UserError
 from components.common.contracts.records import EngineEntry
 from components.common.contracts.transforms import ShapeSpec
-from components.common.data.evaluation import predict, predict_in_parts
+from components.common.data.evaluation import ClassPredictions, predict, predict_in_parts
 from components.common.data.loader import Batch
 from components.common.runtimes.architectures import build_model
 from components.common.runtimes.onnxruntime import OnnxRuntimeRunner
@@ -200,6 +200,8 @@ def test_parts_on_several_gpus_are_the_whole(bundle, built):
     found = predict_in_parts(parts, 96, lambda done, total: None)["int8"]
     order = [index for part in range(len(parts)) for index in range(part, 12, len(parts))]
     rows = np.concatenate([np.arange(8 * index, 8 * index + 8) for index in order])
+    assert isinstance(found, ClassPredictions)
+    assert isinstance(expected, ClassPredictions)
     np.testing.assert_array_equal(found.top, expected.top[rows])
     assert found.ece_pct == pytest.approx(expected.ece_pct)
     for runners, _ in parts:

@@ -24,7 +24,7 @@ from components.common.contracts.manifests import (
 from components.common.contracts.records import Precision
 from components.common.contracts.settings import resolve
 from components.common.contracts.transforms import ShapeSpec, transform_for
-from components.common.data.evaluation import predict
+from components.common.data.evaluation import ClassPredictions, predict
 from components.common.data.loader import Loader
 from components.common.process.steplog import StepLog
 from components.common.registry.tracking import step_run
@@ -150,6 +150,7 @@ def test_the_champion_gives_the_validated_predictions(proved: Proved, promotion:
     engine = next(engine for engine in bundle.engines if engine.precision == precision)
     with closing(TensorRTRunner(proved.bundle.file(engine.file), bundle.shapes, engine)) as runner:
         expected = predict({precision: runner}, loader, NUM_VAL, lambda *_: None)[precision]
+    assert isinstance(expected, ClassPredictions)
     assert found["labels"].tolist() == [[bundle.classes[index] for index in row] for row in expected.top]
 
     # Validation decodes on the GPU, whose levels differ by rounding: all but a few labels are the same.
