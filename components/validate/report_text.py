@@ -330,7 +330,7 @@ _ECE = (
 )
 _BOOTSTRAP = (
     "Intervals are of the paired bootstrap over {unit}: both precisions are scored on the same {unit}, drawn again and "
-    "again. The drop at most counts one more, with nothing left of FP32's score. Regressed and improved are the {unit} "
+    "again. The drop at most includes one more, which loses FP32's whole score. Regressed and improved are the {unit} "
     "on which a precision is worse and better than FP32."
 )
 

@@ -88,7 +88,7 @@ def find_texts(data: str, languages: tuple[str, str], scratch: Path) -> tuple[li
         names = sorted(file.path for file in tree.files(""))
     if isinstance(place, LocalPlace) and isinstance(tree, LocalTree):
         _refuse_links_out(place, tree.unreadable, languages)
-    found, read = [], set[str]()
+    found, read = [], {"dataset.json"}  # which `enginery data phrases` writes beside its pairs
     for name in names:
         split, where = _split_of(name), shown(tree.name, name)
         if split is None:  # test data
