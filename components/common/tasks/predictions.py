@@ -201,9 +201,10 @@ def p_of(delta: float, std: float, num_images: int) -> float:
     At least that of as many images which all regressed, by McNemar's test: a few that agree have hardly a deviation.
     """
     degrees = num_images - 1
-    if degrees < 1 or std <= 0:
+    if degrees < 1 or delta == 0:
         return 1.0
-    squared = (delta / std) ** 2 * degrees / num_images  # the bootstrap divides by the number of images
+    # the bootstrap divides by the number of images
+    squared = (delta / std) ** 2 * degrees / num_images if std > 0 else math.inf
     return max(beta_cdf(degrees / (degrees + squared), degrees / 2, 0.5), 0.5**degrees)
 
 
@@ -216,8 +217,9 @@ def p_values(deltas: np.ndarray, differences: np.ndarray, num_images: np.ndarray
         num_images: [classes], that show it.
     """
     stds = np.ma.masked_invalid(differences).std(axis=0).filled(0.0)
-    found = [p_of(*each) if each[1] > 0 else math.nan for each in zip(deltas, stds, num_images.tolist(), strict=True)]
-    return np.array(found)
+    differs = (stds > 0) | (np.abs(deltas) > 0)
+    each = zip(differs, deltas, stds, num_images.tolist(), strict=True)
+    return np.array([p_of(*values) if is_tested else math.nan for is_tested, *values in each])
 
 
 _Z_HOPELESS = 2.0  # standard deviations: one in 44 of the candidates that would hold is given up each time
@@ -269,9 +271,10 @@ class ScoreDrop:
     points: float
     std_points: float
     unseen_points: float  # see PairedComparison
+    least_points: float  # the upper end of a model that is equal to FP32
 
     @classmethod
-    def of(cls, found: PairedComparison, num_images: int) -> Self:
+    def of(cls, found: PairedComparison, fp32_pct: float, num_images: int) -> Self:
         """The drop as it may turn out at best on `num_images` images, of which these are the first."""
         total = max(num_images, found.num_images)
         std = (found.std_points or 0.0) * math.sqrt(found.num_images / total)
@@ -281,19 +284,24 @@ class ScoreDrop:
             points=-found.delta_points - _Z_HOPELESS * spread,
             std_points=std,
             unseen_points=found.unseen_points * found.num_images / total,
+            least_points=3 * fp32_pct / total,
         )
 
     def proved(self, num_images: int, allowed_points: float) -> float:
         """See Top1Drop."""
         times = self.num_images / num_images
-        unseen = self.unseen_points * times
-        if unseen > allowed_points:
+        if self.least_points * times > allowed_points:
             return self.points
-        return self.points + math.hypot(_Z * self.std_points * math.sqrt(times), unseen)
+        return self.points + math.hypot(_Z * self.std_points * math.sqrt(times), self.unseen_points * times)
 
 
 class ByDraws:
     """Common part of predictions whose score is no share of images: its interval is by the bootstrap."""
+
+    @property
+    def score_pct(self) -> float:
+        """See Predictions."""
+        raise NotImplementedError
 
     @property
     def scores_by_draw(self) -> np.ndarray:
@@ -321,7 +329,7 @@ class ByDraws:
 
     def drop(self, fp32: Self, num_images: int) -> ScoreDrop:
         """See Predictions."""
-        return ScoreDrop.of(self.comparison(fp32), num_images)
+        return ScoreDrop.of(self.comparison(fp32), fp32.score_pct, num_images)
 
     def most_different(self, other: Self, amounts: np.ndarray, most: int) -> np.ndarray:
         """Up to so many images of which `amounts` ([N], how much they differ) is above 0: places in order.

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from components.common.contracts.statistics import holm
-from components.common.tasks.predictions import Predictions, ScoreDrop, p_of
+from components.common.tasks.predictions import Predictions, ScoreDrop, bootstrap_comparison, p_of, p_values
 from components.common.tasks.segmentation.predictions import MaskPredictions
 from components.common.tasks.translation.predictions import TextPredictions
 from tests.unit.common.tasks import test_box_predictions, test_mask_predictions
@@ -59,7 +59,11 @@ def test_worse_models_are_seen_and_equal_ones_lose_nothing(
     assert (p_of(-1.959964, 1.0, 10**6), p_of(3.919928, 2.0, 10**6)) == pytest.approx((0.05, 0.05), abs=1e-6)
     ten = np.random.default_rng(0).normal(0.5, 1, 10)
     assert p_of(ten.mean(), ten.std() / 10**0.5, 10) == pytest.approx(stats.ttest_1samp(ten, 0).pvalue)
-    assert (p_of(-5.0, 1e-9, 6), p_of(-5.0, 1.0, 1)) == (2 / 2**6, 1.0)  # McNemar's of six that all regressed
+    six = 2 / 2**6  # McNemar's of six that all regressed
+    assert (p_of(-5.0, 1e-9, 6), p_of(-5.0, 0.0, 6), p_of(-5.0, 1.0, 1), p_of(0.0, 0.0, 6)) == (six, six, 1.0, 1.0)
+    deltas, none = np.array([-100.0, 0.0, np.nan]), np.array([0.0, 0.0, np.nan])
+    found_p = p_values(deltas, np.stack([deltas, none + deltas]), np.array([6, 6, 0]))
+    np.testing.assert_array_equal(found_p, [six, np.nan, np.nan])  # a class found always, then never
 
 
 @pytest.mark.parametrize(("predict", "num_images", "wrong"), [(boxes, 300, (1.0, 1.6)), (masks, 200, (0.05, 0.10))])
@@ -86,6 +90,17 @@ def test_the_interval_covers_the_difference_of_many_images_as_often_as_it_says(
         which = random.choice(2000, sample_size)
         missed += own.select(which).comparison(fp32.select(which)).drop_upper_points < truth
     assert missed <= most
+
+
+@pytest.mark.parametrize("std", [0.1, 0.25, 0.5, 2.0])
+def test_a_drop_that_is_unsure_is_not_proved(std: float) -> None:
+    """1,000 images at a score of 40 prove 0.12 points of a model without a difference, so 0.2 can be proved."""
+    fp32 = np.full(2001, 40.0)
+    own = fp32 + np.r_[-0.05, np.random.default_rng(0).normal(-0.05, std, 2000)]
+    found = bootstrap_comparison(fp32, own, np.zeros(1000), np.zeros(1000))
+    drop = ScoreDrop.of(found, 40.0, 1000)
+    assert drop.proved(1000, 0.2) == pytest.approx(found.drop_upper_points)
+    assert drop.proved(1000, 0.1) == pytest.approx(0.05)  # no INT8 could prove it
 
 
 def test_images_that_are_lost_seldom_are_in_the_interval() -> None:
