@@ -293,12 +293,12 @@ def check_validation(arguments: Mapping[str, Any], num_train: int, *, num_val: i
     if thresholds.min_relative_score_pct > 0:
         budgets["a smaller gate.min_relative_score_pct"] = 100 - thresholds.min_relative_score_pct
     if thresholds.confident and budgets:
-        budget = min(budgets.values())
-        proving = images_to_prove(budget)
-        if proving > max(needed, num_val):
-            needed = proving
-            why = f"a drop of at most {budget:g} points can't be proved by fewer, even if INT8 answers all as FP32"
-            tight = " and ".join(fix for fix, points in budgets.items() if images_to_prove(points) > num_val)
+        proving = {fix: images_to_prove(points, is_share=is_share) for fix, points in budgets.items()}
+        if max(proving.values()) > max(needed, num_val):
+            needed = max(proving.values())
+            drop = f"{min(budgets.values()):g} {'points' if is_share else '% of the score'}"
+            why = f"a drop of at most {drop} can't be proved by fewer, even if INT8 answers all as FP32"
+            tight = " and ".join(fix for fix, number in proving.items() if number > num_val)
             allow = f"{tight}, or --set gate.confident=false, which judges the measured drop alone"
     if num_val >= needed:
         if is_share:
@@ -330,14 +330,17 @@ def _check_chance(thresholds: GateConfig, num_images: int, most: int) -> None:
     )
 
 
-def images_to_prove(budget_points: float) -> float:
+def images_to_prove(budget_points: float, *, is_share: bool = True) -> float:
     """Fewest images that prove a drop to be within a budget, where both models answer all of them alike.
 
-    The exact one-sided 95 % interval of a share of which no case was seen (the rule of three: at most about 3 of N).
+    The exact one-sided 95 % interval of a share of which no case was seen (the rule of three: at most about 3 of N). Of
+    a score that is no share of images, 3 / N of FP32's: see bootstrap_comparison.
     """
     share = budget_points / 100
     if share <= 0:
         return math.inf
+    if not is_share:
+        return math.ceil(round(3 / share, 6))
     return 1 if share >= 1 else math.ceil(math.log(SIGNIFICANCE) / math.log1p(-share))
 
 

@@ -1,5 +1,6 @@
 """Refusals before anything runs: files that are not there, models that can't be, and memory that can't suffice."""
 
+import math
 import re
 import shutil
 import tarfile
@@ -227,9 +228,15 @@ def test_what_no_answer_could_prove_is_refused(few_digits: Path) -> None:
     assert "Give a larger --max-drop-points" in text
     for architecture in ("detection/fcos_small", "segmentation/fpn_small"):  # a share of a score not known yet
         boxes = run_of(Path(), gate={"confident": True}, max_drop_points=0.1, architecture=architecture)
-        check_validation(boxes, 1000, num_val=299, num_of_class=0)
+        check_validation(boxes, 1000, num_val=300, num_of_class=0)
         with refuses("too-few-validation-images"):
-            check_validation(boxes, 1000, num_val=298, num_of_class=0)
+            check_validation(boxes, 1000, num_val=299, num_of_class=0)
+    assert [images_to_prove(points, is_share=False) for points in (0.0, 100 - 99.9, 1.0, 3.5)] == [
+        math.inf,
+        3000,
+        300,
+        86,
+    ]
     for points in (0.1, 0.5, 1.0, 5.0, 50.0):  # the gate's own interval lies within from so many images on
         number = images_to_prove(points)
         assert drop_upper(number, 0, 0) <= points < drop_upper(number - 1, 0, 0)
