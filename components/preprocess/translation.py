@@ -208,7 +208,8 @@ def _read(config: PreprocessConfig, log: StepLog, folder: Path, rejections: _Rej
     files, unread = find_texts(config.data, (config.source_language, config.target_language), folder)
     if unread:
         more = f" and {len(unread) - _MOST_NAMES:,} more" if len(unread) > _MOST_NAMES else ""
-        log.note(f"not read, being test data or of another format: {', '.join(map(shown, unread[:_MOST_NAMES]))}{more}")
+        names = ", ".join(map(shown, unread[:_MOST_NAMES]))
+        log.note(f"not read, being test data or of another format or language: {names}{more}")
     with corpus.path.open("w", encoding="utf-8", newline="\n") as kept:
         for number, file in enumerate(files):
             log.progress("reading", number, len(files), unit="files")

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from xml.parsers import expat
 
@@ -112,7 +112,7 @@ def find_texts(data: str, languages: tuple[str, str], scratch: Path) -> tuple[li
     if not found:
         message = f"{tree.name} has no parallel text of the languages {' and '.join(languages)}; {WANTED}"
         raise UserError(message, code="no-parallel-text", setting="data")
-    return found, [name for name in names if name not in read and not PurePosixPath(name).name.startswith(".")]
+    return found, [name for name in names if name not in read]
 
 
 def _refuse_links_out(place: LocalPlace, links: Iterable[str], languages: tuple[str, str]) -> None:

@@ -186,10 +186,10 @@ def test_files_that_are_not_read_are_named(tmp_path: Path, capsys: pytest.Captur
     """Else validation pairs in another format would be missed in silence, and others held out in their place."""
     data = tmp_path / "data"
     data.mkdir()
-    for name in ("train.tsv", "val.csv", "eval.tsv", "dataset.json", ".hidden"):
+    for name in ("train.tsv", "val.csv", "eval.tsv", "train.fr", "dataset.json", ".hidden"):
         (data / name).write_bytes(tsv(PAIRS))
     packed(data, tmp_path / "out")
-    assert "not read, being test data or of another format: eval.tsv, val.csv" in " ".join(
+    assert "not read, being test data or of another format or language: eval.tsv, train.fr, val.csv" in " ".join(
         capsys.readouterr().err.split()
     )
 
