@@ -347,7 +347,7 @@ def class_sentences(report: Report) -> list[str]:
 
 
 def _test(report: Report) -> str:
-    return "McNemar's" if report.change is None or report.change.std_points is None else "of the paired bootstrap"
+    return "McNemar's" if report.change is None or report.change.std_points is None else "Student's"
 
 
 def _classes(row: AccuracyRow) -> str:

@@ -463,15 +463,15 @@ class PairedComparison(Record):
         description="Lower end of the one-sided 95 % interval of the drop: the difference with the sign changed."
     )
     drop_upper_points: float = Field(
-        description="Upper end of the one-sided 95 % interval of the drop (Tango, 1998; bootstrap, Efron, 1979): what "
-        "the gate judges."
+        description="Upper end of the one-sided 95 % interval of the drop (Tango, 1998; bootstrap, Efron, 1979, "
+        "with Gaffke, 2005): what the gate judges."
     )
     mcnemar_p: float = Field(
-        description="Two-sided p-value of McNemar's test on the images that regressed and improved."
+        description="Two-sided p-value of no difference: McNemar's on the images that regressed and improved."
     )
     mcnemar_test: Literal["exact binomial", "chi-square", "bootstrap"] = Field(
-        description="How it was computed: exactly for fewer than 25 images that differ. By the paired bootstrap "
-        "over images, as the interval, where a score is no share of images."
+        description="How it was computed: exactly for fewer than 25 images that differ. By Student's t-test "
+        "with std_points where a score is no share of images."
     )
     std_points: float | None = Field(
         None, description="Standard deviation of delta_points by the bootstrap; None for a share of images."
@@ -535,7 +535,9 @@ class ClassLoss(Record):
     num_regressed: int = Field(description="Of these, images that FP32 gets right and the precision gets wrong.")
     num_improved: int = Field(description="Of these, images that FP32 gets wrong and the precision gets right.")
     delta_points: float = Field(description="Accuracy on the class minus that of FP32, in percentage points.")
-    p_corrected: float = Field(description="McNemar's p-value, corrected for the number of classes (Holm, 1979).")
+    p_corrected: float = Field(
+        description="McNemar's p-value (boxes, masks: Student's), corrected for the number of classes (Holm, 1979)."
+    )
 
 
 class CorruptedRow(Record):
