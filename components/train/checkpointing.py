@@ -78,7 +78,7 @@ class CheckpointFolder:
 
     def tidy(self) -> None:
         """Remove what a process was writing when it was killed. Nobody else may be at work here."""
-        for path in self.folder.glob(f"{_TEMPORARY}-*"):
+        for path in self.folder.glob(".*"):  # files of safetensors have names of its own
             path.unlink()
 
     def steps(self) -> list[int]:
@@ -136,7 +136,10 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: di
     """Write tensors so that the file is there whole or not at all, also after a power cut."""
     temporary = path.with_name(f"{_TEMPORARY}-{path.name}")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # by the umask; safetensors puts a file in its place that is its owner's alone
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+        temporary.chmod(mode)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(path)

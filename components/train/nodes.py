@@ -156,7 +156,7 @@ def train_on_nodes(
     manifest = _copy_result(checkpoint, own, output)
     return (
         f"{manifest.architecture} at {manifest.metrics['val_score_pct']:.2f} % {manifest.score_name} after epoch "
-        f"{len(manifest.history)} on {request.num_nodes} nodes"
+        f"{manifest.published_epoch} on {request.num_nodes} nodes"
     )
 
 

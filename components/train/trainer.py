@@ -117,6 +117,11 @@ class MlLog:
         """The file is in `folder`; without one nothing is written."""
         self._folder = folder
 
+    def clear(self) -> None:
+        """Remove the lines of a run that ended before its first checkpoint."""
+        if self._folder is not None:
+            (self._folder / MLLOG).unlink(missing_ok=True)
+
     def event(self, key: str, value: Any = None, *, time_s: float | None = None, **metadata: Any) -> None:
         """Log what happened now, or at another time: with a key in _start or _stop, an interval's begin or end."""
         if self._folder is None:

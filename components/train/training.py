@@ -321,6 +321,7 @@ def _begin_mllog(trainer: Trainer, data: Artifact[DatasetManifest]) -> None:
         "opt_weight_decay": config.weight_decay,
         "seed": config.seed,
     }
+    log.clear()
     log.event("init_start", time_s=psutil.Process().create_time())
     for key, value in facts.items():
         log.event(key, value)
@@ -344,7 +345,7 @@ def _publish(trainer: Trainer, data: Artifact[DatasetManifest], output: Path) ->
             write_atomically(output / name, source.read_bytes())
         else:
             (output / name).unlink(missing_ok=True)  # of a run that was killed while it published
-    metrics = trainer.metrics_of(number)
+    metrics = trainer.metrics_of(number) | {"elapsed_s": trainer.metrics_of(-1)["elapsed_s"]}  # of the whole training
     warn_of_chance_level(trainer.log, config, data.manifest.splits["val"], metrics["val_score_pct"])
     sealed = seal(
         output,
@@ -412,6 +413,6 @@ def _outcome(checkpoint: Artifact[CheckpointManifest], world_size: int) -> str:
     manifest = checkpoint.manifest
     return (
         f"{manifest.architecture} at {manifest.metrics['val_score_pct']:.2f} % {manifest.score_name} after epoch "
-        f"{len(manifest.history)}, {manifest.history[-1].train_images_per_s:,.0f} "
+        f"{manifest.published_epoch}, {manifest.history[-1].train_images_per_s:,.0f} "
         f"{TASKS[manifest.task].unit}/s on {_machine(world_size)}"
     )

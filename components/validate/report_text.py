@@ -233,7 +233,16 @@ Facts = list[tuple[str, str]]  # what, and its value with its unit
 
 _MAX_NAMES = 10
 _MAX_LOSING_CLASSES = 5
-_RECIPE = ("epochs", "global_batch_size", "learning_rate", "weight_decay", "label_smoothing", "precision", "seed")
+_RECIPE = (
+    "epochs",
+    "global_batch_size",
+    "learning_rate",
+    "weight_decay",
+    "label_smoothing",
+    "precision",
+    "seed",
+    "publish",
+)
 
 
 def state(report: Report) -> Literal["pass", "doubt", "fail"]:
@@ -639,7 +648,7 @@ def training_score(report: Report) -> str:
 
 
 def training_facts(report: Report) -> Facts:
-    """The recipe, and what the last epoch measured."""
+    """The recipe, and what the epoch measured whose weights are the result."""
     training = report.training
     if training is None:
         return []

@@ -195,6 +195,13 @@ class CheckpointManifest(OfImages):
         """Name of the score that training validated by: top-1, mIoU."""
         return TASKS[self.task].training_score or TASKS[self.task].score_name
 
+    @property
+    def published_epoch(self) -> int:
+        """The epoch, from 1, that the weights are of: the last one, or of train.publish best the first of the best."""
+        scores = [epoch.val_score_pct for epoch in self.history]
+        is_best = self.config["publish"] == "best"
+        return 1 + scores.index(self.metrics["val_score_pct"]) if is_best else len(scores)
+
 
 class BundleManifest(OfNetwork):
     """One model in several precisions, ready to be measured."""

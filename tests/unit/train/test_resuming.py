@@ -19,9 +19,10 @@ from components.common.contracts.errors import Preempted
 from components.common.contracts.manifests import PARTIAL_OUTPUT, CheckpointManifest, load
 from components.common.data.loader import Batch, Loader
 from components.common.runtimes.architectures import build_model
-from components.train.checkpointing import WEIGHTS, CheckpointFolder, Saved, parse
+from components.train.checkpointing import WEIGHTS, CheckpointFolder, Saved, parse, write_safetensors
 from components.train.train_job import VOLUME_VARIABLE
-from components.train.trainer import Trainer
+from components.train.trainer import MLLOG, Trainer
+from components.train.training import _outcome
 from tests.unit.refusals import refuses
 
 from .conftest import Log, Train
@@ -173,12 +174,13 @@ def test_damaged_and_partial_checkpoints(go: Go, tmp_path: Path) -> None:
     *_, before, newest = sorted((tmp_path / "out" / PARTIAL_OUTPUT).glob("*/step-*.safetensors"))
     assert (before.stem, newest.stem) == ("step-00000006", "step-00000007")
     newest.write_bytes(newest.read_bytes()[:-100])
-    partial = newest.with_name(".writing-step-00000008.safetensors")
-    partial.write_bytes(b"partial")
+    partial = [newest.with_name(name) for name in (".writing-step-00000008.safetensors", ".tmpofcjeM")]
+    for path in partial:
+        path.write_bytes(b"partial")
     log = go(sigterm_after=8)
     assert "step-00000007.safetensors can't be read" in log.said[0]
     assert resumed(log) == 6
-    assert not partial.exists()
+    assert not any(path.exists() for path in partial)
     for path in (tmp_path / "out" / PARTIAL_OUTPUT).glob("*/step-*.safetensors"):
         path.write_bytes(b"nothing")
     with refuses("checkpoints-damaged"):
@@ -203,6 +205,18 @@ def test_killed_between_sealing_and_tidying(go: Go, tmp_path: Path, monkeypatch:
     go(epochs=1)
     assert weights(tmp_path / "out") == sealed
     assert not (tmp_path / "out" / PARTIAL_OUTPUT).exists()
+
+
+def test_killed_before_the_first_checkpoint(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        go(epochs=1)
+    monkeypatch.undo()
+    assert resumed(go(epochs=1)) == 0
+    assert (tmp_path / "out" / MLLOG).read_text().count('"run_start"') == 1
 
 
 def test_best_and_last_are_kept(tmp_path: Path) -> None:
@@ -231,8 +245,16 @@ def test_the_best_epoch_can_be_the_result(go: Go, tmp_path: Path, monkeypatch: p
     checkpoint = load(tmp_path / "out", CheckpointManifest)
     assert [epoch.val_score_pct for epoch in checkpoint.manifest.history] == top1
     assert checkpoint.manifest.metrics["val_score_pct"] == 60.0
+    assert checkpoint.manifest.metrics["elapsed_s"] == checkpoint.manifest.history[-1].elapsed_s
+    assert "at 60.00 % top-1 after epoch 2," in _outcome(checkpoint, 1)
     published = load_file(checkpoint.file(WEIGHTS))
     assert all(torch.equal(value, weights[1][name]) for name, value in published.items())
+
+
+def test_weights_are_readable_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    write_safetensors(tmp_path / WEIGHTS, {"w": torch.zeros(2)})
+    assert (tmp_path / WEIGHTS).stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_epochs_without_validation(train: Train) -> None:
