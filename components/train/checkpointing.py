@@ -16,9 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 
-from components.common.contracts.digests import canonical_json, digest_json
+from components.common.contracts.digests import canonical_json, digest_file, digest_json
 from components.common.contracts.errors import EngineryError
-from components.common.contracts.manifests import Artifact, DatasetManifest, write_atomically
+from components.common.contracts.manifests import MANIFEST, Artifact, DatasetManifest, write_atomically
+from components.common.data.places import local_path
 from components.common.process.partial_output import earlier_outputs, hold
 from components.common.process.steplog import StepLog
 from components.train.config import NON_FINGERPRINTED_SETTINGS, TrainConfig
@@ -218,6 +219,13 @@ def _from_text(text: str) -> torch.Tensor:
 _IDENTITY = "training.json"
 
 
+def _digest_of_weights(config: TrainConfig) -> str:
+    """Return the digest of the file that a training on this machine begins with; empty where there is none."""
+    path = local_path(config.pretrained)
+    file = path / WEIGHTS if (path / MANIFEST).is_file() else path
+    return digest_file(file) if config.pretrained and file.is_file() else ""
+
+
 def choose_folder(
     config: TrainConfig, data: Artifact[DatasetManifest], world: World, partial_output: Path, log: StepLog
 ) -> CheckpointFolder:
@@ -228,6 +236,12 @@ def choose_folder(
         "device": world.device.type,
         "dali": dali.__version__,  # of another version, the reader's place in the data is not to be understood
     }
+    if digest := _digest_of_weights(config):
+        identity["pretrained_digest"] = digest
+    else:  # whoever resumes does not need the file that it began with
+        begun = sorted(partial_output.glob(f"*/{_IDENTITY}"), key=lambda path: path.stat().st_mtime, reverse=True)
+        read = (json.loads(path.read_bytes()) for path in begun)
+        identity = next((found for found in read if {**found, **identity} == found), identity)
     folder = partial_output / digest_json(identity).removeprefix("sha256:")[:12]
     checkpoints = CheckpointFolder(folder, config.keep_last)
     if not checkpoints.steps():  # a killed run may have left them in an output of its own

@@ -50,7 +50,7 @@ class TrainConfig(StepConfig):
         "",
         description="Weights to begin with: a file (.safetensors, .pt, .pth) or its URI, a Checkpoint directory of "
         'this architecture, "default" or the name of published ones, which are downloaded; empty for fresh ones. '
-        "A head for other classes is left out.",
+        "A head for another number of classes is left out.",
     )
     pretrained_sha256: str = Field(
         "",

@@ -108,7 +108,9 @@ def test_sigterm_during_validation(go: Go, tmp_path: Path, monkeypatch: pytest.M
 def test_other_settings_start_again_and_take_nothing_away(go: Go, tmp_path: Path) -> None:
     file = tmp_path / "weights.pth"
     torch.save(build_model("squeezenet1_1", 10).state_dict(), file)
-    go(sigterm_after=4, pretrained=str(file))
+    go(sigterm_after=2, pretrained=str(file))
+    torch.save(build_model("squeezenet1_1", 10).state_dict(), file)
+    assert "is of pretrained_digest sha256:" in go(sigterm_after=4, pretrained=str(file)).said[0]
     file.unlink()  # whoever resumes does not need it
     log = go(sigterm_after=2, learning_rate=0.2)
     assert "is of learning_rate 0.4 instead of 0.2, pretrained" in log.said[0]
