@@ -43,8 +43,10 @@ class TrainConfig(StepConfig):
         256 / 224, ge=1, le=2, description="Shorter side before the central crop of evaluation, over image_size."
     )
     interpolation: Interpolation = Field("bilinear", description="Resampling filter of every resize.")
-    normalization: Literal["imagenet", "dataset"] = Field(
-        "imagenet", description="Mean and std that inputs are normalized with: ImageNet's, or the training split's."
+    normalization: Literal["auto", "imagenet", "dataset"] = Field(
+        "auto",
+        description="Mean and std that inputs are normalized with: ImageNet's, the training split's, or (auto) those "
+        "of the published weights in pretrained, ImageNet's without such.",
     )
     pretrained: str = Field(
         "",

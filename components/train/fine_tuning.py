@@ -13,6 +13,7 @@ from torch import nn
 from components.common.contracts.digests import digest_file
 from components.common.contracts.errors import UserError, shortened
 from components.common.contracts.manifests import MANIFEST, CheckpointManifest, load
+from components.common.contracts.transforms import IMAGENET_MEAN, IMAGENET_STD
 from components.common.data.places import check_uri, fetched, file_name, is_uri, local_path, translate_errors
 from components.common.process.steplog import StepLog
 from components.common.runtimes.architectures import build_model, load_weights, read_weights
@@ -24,6 +25,7 @@ _SUFFIXES = (".safetensors", ".pt", ".pth")
 _ENDS = ", ".join(_SUFFIXES)
 # Of torchvision's networks, and of none here: heads for training alone, and FCOS's centerness.
 _UNUSED = ("aux", "AuxLogits", "head.regression_head.bbox_ctrness.")
+_HALF = ("googlenet", "inception_v3")  # of torchvision: their `transform_input` makes mean and std 0.5
 
 
 def starting_model(config: TrainConfig, num_classes: int, log: StepLog, *, reads: bool = True) -> nn.Module:
@@ -104,6 +106,18 @@ def check_pretrained(config: TrainConfig) -> None:
         read_weights(path, name)
     elif name:
         _known(config.architecture, name)
+
+
+def published_normalization(config: TrainConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and std that published weights were trained with; ImageNet's where there are none, or it is not known."""
+    name, architecture = config.pretrained, config.architecture
+    if name and not (is_uri(name) or "/" in name or local_path(name).exists() or name.endswith(_SUFFIXES)):
+        if architecture.startswith("timm/"):
+            entry = _known(architecture, name)
+            return tuple(entry.mean), tuple(entry.std)
+        if architecture in _HALF:
+            return (0.5,) * 3, (0.5,) * 3
+    return IMAGENET_MEAN, IMAGENET_STD
 
 
 def _local(config: TrainConfig) -> Path | None:

@@ -37,7 +37,7 @@ from components.train.batches import BatchPlan, check_sizes, plan_batches
 from components.train.checkpointing import WEIGHTS, Saved, choose_folder, parse, write_safetensors
 from components.train.config import TrainConfig
 from components.train.distributed import StopRequest, World, broadcast, describe_links, find_world, process_group
-from components.train.fine_tuning import starting_model
+from components.train.fine_tuning import published_normalization, starting_model
 from components.train.memory import describe_sentences_too_many, explain_out_of_memory, is_out_of_memory
 from components.train.nodes import VARIABLE, abandoned, stop_when_silent
 from components.train.resharding import ReshardedLoader
@@ -200,10 +200,13 @@ def _transform(config: TrainConfig, data: Artifact[DatasetManifest]) -> Transfor
     spec = transform_for(config.image_size, resize_ratio=config.resize_ratio, interpolation=config.interpolation)
     if config.normalization == "imagenet":
         return spec
-    statistics = data.manifest.image_statistics
-    # A channel without any contrast would divide by zero.
-    std = tuple(max(value, 1 / 255) for value in statistics.std)
-    return spec.model_copy(update={"mean": statistics.mean, "std": std})
+    if config.normalization == "auto":
+        mean, std = published_normalization(config)
+    else:
+        statistics = data.manifest.image_statistics
+        # A channel without any contrast would divide by zero.
+        mean, std = statistics.mean, tuple(max(value, 1 / 255) for value in statistics.std)
+    return spec.model_copy(update={"mean": mean, "std": std})
 
 
 def _loaders(

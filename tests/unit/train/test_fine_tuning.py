@@ -20,7 +20,7 @@ from components.common.data import places
 from components.common.runtimes.architectures import build_model, load_weights, read_weights
 from components.train.batches import check_sizes, plan_batches
 from components.train.checkpointing import WEIGHTS
-from components.train.fine_tuning import head_names, starting_model
+from components.train.fine_tuning import head_names, published_normalization, starting_model
 from tests.serving import listening
 from tests.unit.refusals import refuses
 
@@ -306,6 +306,25 @@ def test_timm_s_weights_come_from_a_mirror_or_the_cache(tmp_path: Path, monkeypa
     save_file({"other": weights["fc.weight"]}, folder / "model.safetensors")
     with served(tmp_path / "files") as address, refuses("weights-do-not-fit", "train.pretrained"):
         begin("fourth", address)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pretrained", "mean", "std"),
+    [
+        ("timm/vit_small_patch16_224", "default", 0.5, 0.5),
+        ("timm/vit_small_patch16_224", "dino", 0.485, 0.229),
+        ("timm/vit_small_patch16_224", "", 0.485, 0.229),
+        ("timm/vit_small_patch16_224", "weights.pt", 0.485, 0.229),
+        ("timm/vit_small_patch16_224", "https://host.example/weights.pt", 0.485, 0.229),
+        ("inception_v3", "default", 0.5, 0.5),
+        ("resnet50", "IMAGENET1K_V2", 0.485, 0.229),
+    ],
+)
+def test_images_are_normalized_as_published_weights_expect(
+    architecture: str, pretrained: str, mean: float, std: float
+) -> None:
+    found = published_normalization(config(architecture=architecture, pretrained=pretrained))
+    assert (found[0][0], found[1][0]) == (mean, std)
 
 
 ALEXNET, RESNET = {"architecture": "alexnet"}, {"architecture": "resnet18"}
