@@ -46,7 +46,7 @@ class TrainConfig(StepConfig):
     normalization: Literal["auto", "imagenet", "dataset"] = Field(
         "auto",
         description="Mean and std that inputs are normalized with: ImageNet's, the training split's, or (auto) those "
-        "of the published weights in pretrained, ImageNet's without such.",
+        "of the Checkpoint or published weights in pretrained, ImageNet's for others.",
     )
     pretrained: str = Field(
         "",

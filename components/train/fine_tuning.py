@@ -25,7 +25,8 @@ _SUFFIXES = (".safetensors", ".pt", ".pth")
 _ENDS = ", ".join(_SUFFIXES)
 # Of torchvision's networks, and of none here: heads for training alone, and FCOS's centerness.
 _UNUSED = ("aux", "AuxLogits", "head.regression_head.bbox_ctrness.")
-_HALF = ("googlenet", "inception_v3")  # of torchvision: their `transform_input` makes mean and std 0.5
+# Of torchvision: their weights are for mean and std 0.5, which its networks make of ImageNet's themselves.
+_HALF = ("googlenet", "inception_v3", "detection/ssdlite320_mobilenet_v3_large")
 
 
 def starting_model(config: TrainConfig, num_classes: int, log: StepLog, *, reads: bool = True) -> nn.Module:
@@ -108,16 +109,18 @@ def check_pretrained(config: TrainConfig) -> None:
         _known(config.architecture, name)
 
 
-def published_normalization(config: TrainConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and std that published weights were trained with; ImageNet's where there are none, or it is not known."""
+def pretrained_normalization(config: TrainConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and std that pretrained weights were trained with; ImageNet's where there are none, or it is not known."""
     name, architecture = config.pretrained, config.architecture
-    if name and not (is_uri(name) or "/" in name or local_path(name).exists() or name.endswith(_SUFFIXES)):
-        if architecture.startswith("timm/"):
-            entry = _known(architecture, name)
-            return tuple(entry.mean), tuple(entry.std)
+    known: Any = None
+    if name and (local_path(name) / MANIFEST).is_file():
+        known = load(local_path(name), CheckpointManifest).manifest.image_transform
+    elif name and not is_uri(name) and _local(config) is None:
         if architecture in _HALF:
             return (0.5,) * 3, (0.5,) * 3
-    return IMAGENET_MEAN, IMAGENET_STD
+        known = _known(architecture, name)
+        known = known if architecture.startswith("timm/") else known.transforms()
+    return tuple(getattr(known, "mean", IMAGENET_MEAN)), tuple(getattr(known, "std", IMAGENET_STD))
 
 
 def _local(config: TrainConfig) -> Path | None:

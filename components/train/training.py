@@ -37,7 +37,7 @@ from components.train.batches import BatchPlan, check_sizes, plan_batches
 from components.train.checkpointing import WEIGHTS, Saved, choose_folder, parse, write_safetensors
 from components.train.config import TrainConfig
 from components.train.distributed import StopRequest, World, broadcast, describe_links, find_world, process_group
-from components.train.fine_tuning import published_normalization, starting_model
+from components.train.fine_tuning import pretrained_normalization, starting_model
 from components.train.memory import describe_sentences_too_many, explain_out_of_memory, is_out_of_memory
 from components.train.nodes import VARIABLE, abandoned, stop_when_silent
 from components.train.resharding import ReshardedLoader
@@ -196,12 +196,14 @@ def _out_of_memory(config: TrainConfig, plan: BatchPlan, world: World, num_class
     return UserError(text, code="out-of-memory", setting="train.per_gpu_batch_size")
 
 
-def _transform(config: TrainConfig, data: Artifact[DatasetManifest]) -> TransformSpec:
+def _transform(config: TrainConfig, data: Artifact[DatasetManifest], saved: Saved | None) -> TransformSpec:
+    if saved is not None:  # what the normalization is taken from may be gone by now
+        return TransformSpec.model_validate(saved.loader_states()[0]["identity"]["spec"])
     spec = transform_for(config.image_size, resize_ratio=config.resize_ratio, interpolation=config.interpolation)
     if config.normalization == "imagenet":
         return spec
     if config.normalization == "auto":
-        mean, std = published_normalization(config)
+        mean, std = pretrained_normalization(config)
     else:
         statistics = data.manifest.image_statistics
         # A channel without any contrast would divide by zero.
@@ -215,7 +217,10 @@ def _loaders(
     """Return the loaders of training, where `saved` left it, and of validation: this process's part of both splits."""
     if data.manifest.text is not None:
         return _sentence_loaders(config, data, plan, world, saved)
-    spec, num_threads = _transform(config, data), threads_per_process(world.local_world_size)
+    # Of rank 0, which alone needs the pretrained weights' files.
+    spec = broadcast(_transform(config, data, saved) if world.is_main else None, world)
+    assert spec is not None
+    num_threads = threads_per_process(world.local_world_size)
     place: dict[str, Any] = {"device_id": world.device_id, "read_timeout_s": config.read_timeout_s}
     own: dict[str, Any] = {
         "batch_size": plan.per_gpu_batch_size,
@@ -358,7 +363,7 @@ def _publish(trainer: Trainer, data: Artifact[DatasetManifest], output: Path) ->
         task=data.manifest.task,
         architecture=config.architecture,
         classes=data.manifest.classes,
-        transform=_transform(config, data) if data.manifest.text is None else None,
+        transform=trainer.val.spec if isinstance(trainer.val, Loader) else None,
         text=data.manifest.text,
         metrics=metrics,
         history=tuple(map(_finite, trainer.history)),

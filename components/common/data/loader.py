@@ -329,7 +329,7 @@ class Loader:
         first_epoch: int = 0,
         state: dict[str, Any] | None = None,
     ) -> None:
-        self._dataset, self._split, self._device_id = dataset, split, device_id
+        self._dataset, self._split, self._device_id, self.spec = dataset, split, device_id, spec
         self._read_timeout_s = read_timeout_s
         self._training = augmentation is not None
         self._seed = (seed, shard_id)

@@ -16,11 +16,13 @@ import torchvision
 from huggingface_hub import constants as hub
 from safetensors.torch import load_file, save_file
 
+from components.common.contracts.errors import Preempted
+from components.common.contracts.transforms import IMAGENET_MEAN
 from components.common.data import places
 from components.common.runtimes.architectures import build_model, load_weights, read_weights
 from components.train.batches import check_sizes, plan_batches
 from components.train.checkpointing import WEIGHTS
-from components.train.fine_tuning import head_names, published_normalization, starting_model
+from components.train.fine_tuning import head_names, pretrained_normalization, starting_model
 from tests.serving import listening
 from tests.unit.refusals import refuses
 
@@ -316,15 +318,30 @@ def test_timm_s_weights_come_from_a_mirror_or_the_cache(tmp_path: Path, monkeypa
         ("timm/vit_small_patch16_224", "", 0.485, 0.229),
         ("timm/vit_small_patch16_224", "weights.pt", 0.485, 0.229),
         ("timm/vit_small_patch16_224", "https://host.example/weights.pt", 0.485, 0.229),
+        ("timm/vit_small_patch16_224", "gone.PT", 0.485, 0.229),
         ("inception_v3", "default", 0.5, 0.5),
+        ("efficientnet_v2_l", "default", 0.5, 0.5),
+        ("detection/ssdlite320_mobilenet_v3_large", "default", 0.5, 0.5),
+        ("detection/fcos_resnet50_fpn", "default", 0.485, 0.229),
         ("resnet50", "IMAGENET1K_V2", 0.485, 0.229),
     ],
 )
 def test_images_are_normalized_as_published_weights_expect(
     architecture: str, pretrained: str, mean: float, std: float
 ) -> None:
-    found = published_normalization(config(architecture=architecture, pretrained=pretrained))
+    found = pretrained_normalization(config(architecture=architecture, pretrained=pretrained))
     assert (found[0][0], found[1][0]) == (mean, std)
+
+
+def test_images_are_normalized_as_a_checkpoint_s_were(train: Train, tmp_path: Path) -> None:
+    first = train(output="first", epochs=1, normalization="dataset")
+    start = {"epochs": 2, "pretrained": str(first.path)}
+    with pytest.raises(Preempted):
+        train(Log(sigterm_after=6), **start)  # between two epochs
+    first.path.rename(tmp_path / "moved")
+    second = train(**start)
+    assert second.manifest.image_transform == first.manifest.image_transform
+    assert second.manifest.image_transform.mean != IMAGENET_MEAN
 
 
 ALEXNET, RESNET = {"architecture": "alexnet"}, {"architecture": "resnet18"}
