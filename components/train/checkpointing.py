@@ -79,7 +79,7 @@ class CheckpointFolder:
 
     def tidy(self) -> None:
         """Remove what a process was writing when it was killed. Nobody else may be at work here."""
-        for path in self.folder.glob(".*"):  # files of safetensors have names of its own
+        for path in (*self.folder.glob(f"{_TEMPORARY}-*"), *self.folder.glob(".tmp*")):  # these are of safetensors
             path.unlink()
 
     def steps(self) -> list[int]:

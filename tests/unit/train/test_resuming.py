@@ -179,6 +179,7 @@ def test_damaged_and_partial_checkpoints(go: Go, tmp_path: Path) -> None:
     partial = [newest.with_name(name) for name in (".writing-step-00000008.safetensors", ".tmpofcjeM")]
     for path in partial:
         path.write_bytes(b"partial")
+    newest.with_name(".ipynb_checkpoints").mkdir()  # as Jupyter makes where someone looks
     log = go(sigterm_after=8)
     assert "step-00000007.safetensors can't be read" in log.said[0]
     assert resumed(log) == 6
