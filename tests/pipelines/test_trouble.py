@@ -88,7 +88,7 @@ def test_too_few_validation_sentences_end_a_run_before_its_training(home: Path, 
     options = ("--data", tmp_path / "data", "--architecture", "translation/lstm_small")
     done = run_python("-m", "enginery.cli.main", "run", "translation", *options, ENGINERY_HOME=str(home))
     assert done.returncode == 2
-    assert "60 of the 300 sentences validate, and at least 100 are needed" in done.stdout + done.stderr
+    assert "60 of the 300 sentences validate, and at least 300 are needed" in done.stdout + done.stderr
     summary = summary_of(home)
     assert "train" not in {step["name"] for step in summary["steps"]}
 
