@@ -62,7 +62,7 @@ def textures(directory: Path, **options: int) -> None:
 @data.command()
 @DIRECTORY
 @click.option("--num-train", default=2000, show_default=True, help="Training images.")
-@click.option("--num-val", default=500, show_default=True, help="Validation images.")
+@click.option("--num-val", default=1000, show_default=True, help="Validation images.")
 @_SEED
 @click.option("--image-size", default=128, show_default=True, help="Width and height of an image, px.")
 @_NUM_WORKERS

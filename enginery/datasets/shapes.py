@@ -158,7 +158,7 @@ def write_shapes(
     directory: Path,
     *,
     num_train: int = 2000,
-    num_val: int = 500,
+    num_val: int = 1000,
     seed: int = 0,
     image_size: int = 128,
     num_workers: int = 0,
