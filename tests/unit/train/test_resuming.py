@@ -196,14 +196,20 @@ def test_what_is_no_checkpoint(content: bytes) -> None:
         parse(content)
 
 
-def test_killed_between_sealing_and_tidying(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _kill_at(owner: Any, name: str, go: Go, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train until this is called."""
+
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shutil, "rmtree", killed)
-    with pytest.raises(KeyboardInterrupt):
-        go(epochs=1)
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, killed)
+        with pytest.raises(KeyboardInterrupt):
+            go(epochs=1)
+
+
+def test_killed_between_sealing_and_tidying(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _kill_at(shutil, "rmtree", go, monkeypatch)
     sealed = weights(tmp_path / "out")
     go(epochs=1)
     assert weights(tmp_path / "out") == sealed
@@ -211,13 +217,7 @@ def test_killed_between_sealing_and_tidying(go: Go, tmp_path: Path, monkeypatch:
 
 
 def test_killed_before_the_first_checkpoint(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Trainer, "save", killed)
-    with pytest.raises(KeyboardInterrupt):
-        go(epochs=1)
-    monkeypatch.undo()
+    _kill_at(Trainer, "save", go, monkeypatch)
     assert resumed(go(epochs=1)) == 0
     assert (tmp_path / "out" / MLLOG).read_text().count('"run_start"') == 1
 
