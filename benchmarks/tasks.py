@@ -36,7 +36,7 @@ def main(only: tuple[str, ...], seed: int, results: Results) -> None:
     for task, run in runs.items():
         measures = {f"{task}_{name}": value for name, value in run.items() if isinstance(value, float)}
         click.echo(f"{task}: {measures}")
-        results.write(f"tasks_{task}", measures=measures, runs=[run], notes=notes)
+        results.write(f"tasks_{task}" + (f"_seed_{seed}" if seed else ""), measures=measures, runs=[run], notes=notes)
 
 
 def _run(task: str, folder: Path, seed: int) -> dict[str, Any]:
