@@ -169,10 +169,8 @@ def _how_much_data(model: str, data: Path, config: Path | None, num_runs: int, *
             on_progress=lambda line: click.echo(line, err=True),
         )
     largest = points[-1]
-    foretold, twice = (
-        forecast(points[:-1], num_val, largest.num_images),
-        forecast(points, num_val, 2 * largest.num_images),
-    )
+    foretold = forecast(points[:-1], num_val, largest.num_images)
+    twice = forecast(points, num_val, 2 * largest.num_images)
     text = " ".join(filter(None, (verdict(twice), miss(foretold, largest, num_val))))
     if as_json:
         record = {"points": points, "num_val": num_val, "largest_foretold": foretold, "twice": twice}

@@ -118,9 +118,7 @@ def _notes(settings: "Settings") -> str:
         version, how = f"openvino {here.versions['openvino']}", "Nothing tells the power, and FP16 needs TensorRT."
         over = f"over {seconds:g} s, latency as the time of the call."
     else:
-        version, how = (
-            f"tensorrt {tensorrt.load_tensorrt().__version__}",
-            "Power of the board by NVML's energy counter.",
-        )
+        version = f"tensorrt {tensorrt.load_tensorrt().__version__}"
+        how = "Power of the board by NVML's energy counter."
         over = f"over {seconds:g} s, copies included, as trtexec defines them."
     return f"{datetime.now(UTC).date().isoformat()}, {machine}, {version}. {size} {over} {how}"

@@ -371,11 +371,8 @@ def training_memory(arguments: Mapping[str, Any]) -> "TrainingMemory | None":
     precision = settings.get("precision", "auto")
     half = precision in ("bf16", "fp16") or (precision == "auto" and bool(gpus()))
     try:
-        frozen, num_moments = (
-            bool(settings.get("freeze_backbone")),
-            1 if settings.get("optimizer", "sgd") == "sgd" else 2,
-        )
-        return _count(architecture, _input_size(arguments), half, frozen, num_moments)
+        num_moments = 1 if settings.get("optimizer", "sgd") == "sgd" else 2
+        return _count(architecture, _input_size(arguments), half, bool(settings.get("freeze_backbone")), num_moments)
     except UserError:  # such as of an image size that the network does not take: the step says it
         return None
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Literal
 
 import click
@@ -61,7 +61,7 @@ class Interrupts:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             # An interrupted run is the end of its process, which one more Ctrl-C must not turn into another.
             signal.signal(number, signal.SIG_IGN if self.num_signals else handler)
@@ -283,9 +283,8 @@ class _Chain:
         with contextlib.suppress(IndexError, OSError, ValueError):  # none, or cut short by what it tells of
             return {**json.loads(found[-1].read_text(encoding="utf-8")), **event}
         cause = full(directory)
-        if cause is None and not (
-            isinstance(error, RuntimeError) and "finished with status" in str(error)
-        ):  # not KFP's
+        of_kfp = isinstance(error, RuntimeError) and "finished with status" in str(error)
+        if cause is None and not of_kfp:
             cause = as_error(error, directory)
             if os.environ.get(DEBUG_VARIABLE) == "1":
                 traceback.print_exception(error)

@@ -11,35 +11,20 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.networks_page import page
-from components.export.config import ExportConfig
-from components.gate.config import GateConfig
-from components.preprocess.config import PreprocessConfig
-from components.promote.config import PromoteConfig
-from components.train.config import TrainConfig
-from components.validate.config import ValidateConfig
 from enginery.cli.commands import cli
 from enginery.cluster.settings import settings_rows
+from enginery.local.parameters import STEP_CONFIGS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/decisions/*.md"), *ROOT.glob("benchmarks/*.md")]
-CONFIGS = {
-    "preprocess": PreprocessConfig,
-    "train": TrainConfig,
-    "export": ExportConfig,
-    "validate": ValidateConfig,
-    "gate": GateConfig,
-    "promote": PromoteConfig,
-}
 
 
 def broken_links(page: Path, text: str) -> Iterator[str]:
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
         file = Path(os.path.normpath(page.parent / target)) if target else page
         headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
-        if not file.exists() or anchor not in (
-            "",
-            *(re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings),
-        ):
+        anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        if not file.exists() or anchor not in {"", *anchors}:
             yield f"{target}#{anchor}"
 
 
@@ -59,14 +44,8 @@ def unknown_commands(text: str) -> Iterator[str]:
                 yield from (f"make {word}" for word in words[1:] if word.islower() and f"\n{word}:" not in makefile)
             elif words[:1] == ["enginery"]:
                 known = help_of(words[1])
-                if words[1] in (
-                    "run",
-                    "submit",
-                    "compile",
-                    "data",
-                    "serve",
-                    "engines",
-                ):  # whose options are the next word's
+                # Whose options are the next word's.
+                if words[1] in ("run", "submit", "compile", "data", "serve", "engines"):
                     known += help_of(*words[1:3]) + help_of("serve", "start")
                 yield from (f"{words[1]} {w}" for w in words[2:] if w.startswith("--") and w.split("=")[0] not in known)
 
@@ -74,8 +53,8 @@ def unknown_commands(text: str) -> Iterator[str]:
 def unknown_settings(text: str) -> Iterator[str]:
     text = text.partition("\n## Names\n")[0]  # a record's table of old names
     of_clusters = {part for key, _, _ in settings_rows() for part in key.replace("[]", "").split(".")[1:]}
-    for step, key in re.findall(rf"[`' ]({'|'.join(CONFIGS)})\.([a-z_0-9]+)", text):
-        if key not in {*CONFIGS[step].model_fields, *of_clusters, "py", "yaml", "jsonl", "tsv"}:
+    for step, key in re.findall(rf"[`' ]({'|'.join(STEP_CONFIGS)})\.([a-z_0-9]+)", text):
+        if key not in {*STEP_CONFIGS[step].model_fields, *of_clusters, "py", "yaml", "jsonl", "tsv"}:
             yield f"{step}.{key}"
 
 

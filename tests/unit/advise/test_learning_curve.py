@@ -30,9 +30,8 @@ def test_ranges_hold_in_most_cases(floor: float, scale: float, exponent: float) 
     forecasts = [forecast(_points(floor, scale, exponent, seed), _NUM_VAL, 8000) for seed in range(40)]
     held = sum(each.error_pct[0] <= truth <= each.error_pct[2] for each in forecasts)
     assert held >= 33
-    assert (
-        np.mean([each.error_pct[2] - each.error_pct[0] for each in forecasts]) < 100 * scale / 2
-    )  # they say something
+    # They say something.
+    assert np.mean([each.error_pct[2] - each.error_pct[0] for each in forecasts]) < 100 * scale / 2
 
 
 def test_verdicts() -> None:

@@ -76,14 +76,12 @@ def logs(pods: Pods, monkeypatch: pytest.MonkeyPatch) -> PodLogs:
 
 
 def test_the_steps_lines_are_shown_behind_their_names(pods: Pods, logs: PodLogs, capsys) -> None:
-    pods.pods, pods.breaks = (
-        [
-            pod("r-driver-1", "resnet50-x7k2p.root.train-driver"),
-            pod("r-impl-1", "resnet50-x7k2p.root.train.executor(0)"),
-            pod("r-impl-2", "resnet50-x7k2p.root.gate.executor", began=False),
-        ],
-        1,
-    )
+    pods.pods = [
+        pod("r-driver-1", "resnet50-x7k2p.root.train-driver"),
+        pod("r-impl-1", "resnet50-x7k2p.root.train.executor(0)"),
+        pod("r-impl-2", "resnet50-x7k2p.root.gate.executor", began=False),
+    ]
+    pods.breaks = 1
     pods.lines = {"r-impl-1": ["2026-11-22T08:00:01.1Z train: epoch 1\n", "2026-11-22T08:00:02.1Z done\n"]}
     logs.read_new_pods({"train", "gate"})
     logs.finish()

@@ -231,12 +231,8 @@ def test_what_no_answer_could_prove_is_refused(few_digits: Path) -> None:
         check_validation(boxes, 1000, num_val=300, num_of_class=0)
         with refuses("too-few-validation-images"):
             check_validation(boxes, 1000, num_val=299, num_of_class=0)
-    assert [images_to_prove(points, is_share=False) for points in (0.0, 100 - 99.9, 1.0, 3.5)] == [
-        math.inf,
-        3000,
-        300,
-        86,
-    ]
+    numbers = [images_to_prove(points, is_share=False) for points in (0.0, 100 - 99.9, 1.0, 3.5)]
+    assert numbers == [math.inf, 3000, 300, 86]
     for points in (0.1, 0.5, 1.0, 5.0, 50.0):  # the gate's own interval lies within from so many images on
         number = images_to_prove(points)
         assert drop_upper(number, 0, 0) <= points < drop_upper(number - 1, 0, 0)
@@ -418,9 +414,8 @@ def test_small_models_that_take_much_memory(few_digits: Path, tmp_path, digits_d
     assert (tmp_path / "m.onnx").stat().st_size < 1000
     with refuses("onnx-does-not-run", "--model", says="ConstantOfShape"):
         check_inputs(run_of(few_digits, model=str(tmp_path / "m.onnx"), gate={"confident": False}))
-    with refuses(
-        "onnx-does-not-run", "--model", says="ConstantOfShape"
-    ):  # as on a cluster, where nothing is checked before a run
+    # As on a cluster, where nothing is checked before a run.
+    with refuses("onnx-does-not-run", "--model", says="ConstantOfShape"):
         step("export", tmp_path / "b", model=tmp_path / "m.onnx", dataset=digits_dataset.path)
 
 
@@ -440,10 +435,8 @@ def test_a_model_whose_reading_kills_the_process_is_refused(few_digits: Path, tm
 def test_memory_grows_with_batch_and_pixels() -> None:
     needed = training_memory(LARGE)
     assert needed.needed_bytes(256) == pytest.approx(22.3 * GB, rel=0.01)
-    small, half = (
-        training_memory({**LARGE, "image_size": 112}),
-        training_memory({**LARGE, "train": {"precision": "bf16"}}),
-    )
+    small = training_memory({**LARGE, "image_size": 112})
+    half = training_memory({**LARGE, "train": {"precision": "bf16"}})
     assert small.per_image_bytes == pytest.approx(needed.per_image_bytes / 4, rel=0.02)
     assert half.per_image_bytes == pytest.approx(needed.per_image_bytes / 2, rel=0.03)
     frozen = training_memory({**LARGE, "train": {"freeze_backbone": True}})
