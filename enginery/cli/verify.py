@@ -26,7 +26,7 @@ def verify(directory: Path, key: Path | None) -> None:
     and without a trust policy the signature is not checked, and only a signature shows who released it.
     """
     from components.common.registry.trust import check_chain, check_folder, read_statements
-    from enginery.release.verify import BUNDLE, REPORT, VERDICT, public_key
+    from enginery.release.verify import public_key
     from enginery.release.verify import verify as check
 
     checked = check(directory, public_key(key) if key is not None else None)
@@ -36,11 +36,11 @@ def verify(directory: Path, key: Path | None) -> None:
     if key is None and not checked.problems:
         if signer := check_folder(f"the release {directory}", directory, say=lambda text: None):
             checked = replace(checked, signature=f"valid, by {signer} of this machine's trust policy")
-        record = checked.record
+        record, chain = checked.record, checked.chain
         assert record is not None  # there where no problem is
-        digests = {part: record.digests[part] for part in (BUNDLE, REPORT, VERDICT)}
+        assert chain is not None
         statements = read_statements(directory)
-        check_chain(f"the release {directory}", digests, statements, model=record.name, version=record.version)
+        check_chain(f"the release {directory}", chain.parts, statements, model=record.name, version=record.version)
     if checked.problems:
         number = len(checked.problems)
         raise EngineryError(
@@ -54,12 +54,14 @@ def verify(directory: Path, key: Path | None) -> None:
 
 def show(checked: "Verification") -> None:
     """Print what a release is, for a person."""
-    record = checked.record
+    record, chain = checked.record, checked.chain
     assert record is not None  # there where no problem is
+    assert chain is not None
     aliases = "".join(f" @{alias}" for alias in record.aliases)
     lines = {"release": f"{record.label}{aliases}, {record.architecture}, {record.precision.upper()}, {record.created}"}
     lines |= record.digests
-    lines["gate"] = f"{checked.word}: {'; '.join(check.explanation for check in checked.checks)}"
+    verdict = chain.verdict.manifest
+    lines["gate"] = f"{verdict.word}: {'; '.join(check.explanation for check in verdict.checks)}"
     lines |= {"files": f"{checked.num_files}, as SHA256SUMS lists them", "signature": checked.signature}
     for name, text in lines.items():
         echo(f"{name + ':':<10} {' '.join(text.split())}")  # of a release that anybody wrote

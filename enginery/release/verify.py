@@ -33,7 +33,7 @@ from components.common.contracts.manifests import (
     is_plain_path,
     load,
 )
-from components.common.contracts.records import GateCheck, Precision, Record
+from components.common.contracts.records import Precision, Record
 from components.common.contracts.verdict import Thresholds, run_checks
 from components.common.registry.keys import load_public_key, public_pem, read_key
 from components.common.registry.trust import SIGNATURE, STATEMENTS, folder_problem
@@ -41,7 +41,8 @@ from components.common.runtimes import measured_plans
 
 BUNDLE: Final = "bundle"
 REPORT: Final = "report"
-VERDICT: Final = "verdict"  # folders, each an artifact with its manifest
+VERDICT: Final = "verdict"
+PARTS: Final = (BUNDLE, REPORT, VERDICT)  # folders, each an artifact with its manifest
 RECORD = "release.json"
 BOM = "inputs.cdx.json"
 CARD = "MODEL_CARD.md"
@@ -51,7 +52,7 @@ SUMS = "SHA256SUMS"
 OLD_SIGNATURE = "SHA256SUMS.sig"  # Ed25519, of releases up to version 0.1
 _OLD_BYTES = 64
 ROOT_FILES = (RECORD, BOM, CARD, *MODEL_FILES)  # what SUMS lists besides the three artifacts
-REQUIRED = (*ROOT_FILES, *(f"{part}/{MANIFEST}" for part in (BUNDLE, REPORT, VERDICT)))
+REQUIRED = (*ROOT_FILES, *(f"{part}/{MANIFEST}" for part in PARTS))
 
 
 class ReleaseRecord(Record):
@@ -243,6 +244,11 @@ class Chain:
             VERDICT: self.verdict.digest,
         }
 
+    @property
+    def parts(self) -> dict[str, str]:
+        """Digests of the three alone."""
+        return {part: self.digests[part] for part in PARTS}
+
 
 def load_chain(bundle: Path, report: Path, verdict: Path) -> Chain:
     """Read the three artifacts and check every file of each.
@@ -328,10 +334,8 @@ class Verification:
     num_files: int = 0
     signature: str = ""
     """Its state, for a person."""
-    checks: tuple[GateCheck, ...] = ()
-    """The gate's, each with what was measured and its threshold."""
-    word: str = ""
-    """The gate's verdict in short."""
+    chain: Chain | None = None
+    """As it was read for this, so that nobody needs to read it again."""
 
 
 def verify(folder: Path, key: PublicKey | None = None) -> Verification:
@@ -360,21 +364,14 @@ def verify(folder: Path, key: PublicKey | None = None) -> Verification:
         return Verification(problems=tuple(problems), signature=signature, num_files=len(entries))
     try:
         record = ReleaseRecord.model_validate_json((folder / RECORD).read_bytes())
-        chain = load_chain(*(folder / part for part in (BUNDLE, REPORT, VERDICT)))
+        chain = load_chain(*(folder / part for part in PARTS))
     except ValidationError as error:
         return Verification(problems=(f"{RECORD} is not valid: {first_problem(error)}",), signature=signature)
     except EngineryError as error:
         return Verification(problems=(str(error),), signature=signature)
     found = [*unlisted(chain), *contradictions(chain), *_record_problems(folder, record, chain)]
     found += [*_model_problems(folder, chain), *_bom_problems(folder, chain)]
-    return Verification(
-        problems=tuple(found),
-        record=record,
-        num_files=len(entries),
-        signature=signature,
-        checks=chain.verdict.manifest.checks,
-        word=chain.verdict.manifest.word,
-    )
+    return Verification(problems=tuple(found), record=record, num_files=len(entries), signature=signature, chain=chain)
 
 
 def read_list(folder: Path) -> bytes:
@@ -424,7 +421,7 @@ def _has_a_place(name: str) -> bool:
     return (
         name in ROOT_FILES
         or ("/" not in name and fnmatch(name, STATEMENTS))
-        or (name.split("/")[0] in (BUNDLE, REPORT, VERDICT) and "/" in name)
+        or (name.split("/")[0] in PARTS and "/" in name)
     )
 
 

@@ -20,6 +20,7 @@ from enginery.release.verify import (
     BOM,
     BUNDLE,
     CARD,
+    PARTS,
     RECORD,
     REPORT,
     REPORT_CARD,
@@ -34,8 +35,6 @@ from enginery.release.verify import (
     verify,
     write_sums,
 )
-
-PARTS = (BUNDLE, REPORT, VERDICT)
 
 
 def write_release(
@@ -70,11 +69,10 @@ def write_release(
     check_new(output, "a release")
     chain = load_chain(*(parts[part] for part in PARTS))
     if version is not None:
-        digests = {part: chain.digests[part] for part in PARTS}
-        check_log(version, entries, digests)
+        check_log(version, entries, chain.parts)
     what = version.label if version is not None else f"the bundle {parts[BUNDLE]}"
     names = (version.name, version.number) if version is not None else ("", "")
-    check_chain(what, {part: chain.digests[part] for part in PARTS}, statements, model=names[0], version=names[1])
+    check_chain(what, chain.parts, statements, model=names[0], version=names[1])
     for problem in contradictions(chain):
         raise EngineryError(f"this can't be released: {problem}", code="contradiction")
     signer = check_signer(key) if key is not None else None

@@ -14,21 +14,18 @@ from components.common.registry.trust import check_chain, check_folder, read_sta
 from components.common.runtimes import measured_plans
 from enginery.registry.models import find_version, is_reference, open_registry
 from enginery.release.verify import (
-    BUNDLE,
-    REPORT,
+    PARTS,
     SUMS,
-    VERDICT,
     Chain,
     ReleaseRecord,
     contradictions,
     copy_release,
     load_chain,
+    verify,
 )
 
 if TYPE_CHECKING:  # MLflow takes seconds to import
-    from components.common.registry.model_registry import Part, RegisteredVersion, Registry
-
-_PARTS: tuple["Part", ...] = (BUNDLE, REPORT, VERDICT)
+    from components.common.registry.model_registry import RegisteredVersion, Registry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +68,11 @@ def find_source(text: str, precision: Precision | None) -> Iterator[ModelSource]
     """
     folder = Path(text).expanduser()
     if is_reference(text):
-        with _registered(text, precision) as source:
-            yield source
+        registry = open_registry()
+        with registry.reached("nothing is served"):
+            version = find_version(registry, text)
+            with registered_chain(registry, version) as chain:
+                yield of_chain(chain, version.name, version.number, precision, registry.statements(version))
     elif (folder / SUMS).is_file():
         with TemporaryDirectory(prefix="enginery-") as temporary:  # what is checked can't be swapped any more
             copied = copy_release(folder, Path(temporary) / "release", text)
@@ -98,15 +98,6 @@ def find_source(text: str, precision: Precision | None) -> Iterator[ModelSource]
 
 
 @contextmanager
-def _registered(text: str, precision: Precision | None) -> Iterator[ModelSource]:
-    registry = open_registry()
-    with registry.reached("nothing is served"):
-        version = find_version(registry, text)
-        with registered_chain(registry, version) as chain:
-            yield of_chain(chain, version.name, version.number, precision, registry.statements(version))
-
-
-@contextmanager
 def registered_chain(
     registry: "Registry", version: "RegisteredVersion", environment: str | None = None
 ) -> Iterator[Chain]:
@@ -126,12 +117,11 @@ def registered_chain(
     from components.common.registry.version_evaluation import check_log
 
     with ExitStack() as stack:
-        chain = load_chain(*(stack.enter_context(registry.files(version, part)) for part in _PARTS))
-        digests: dict[str, str] = {part: chain.digests[part] for part in _PARTS}
-        check_log(version, AuditLog(registry.client, version.name).read(), digests)
+        chain = load_chain(*(stack.enter_context(registry.files(version, part)) for part in PARTS))
+        check_log(version, AuditLog(registry.client, version.name).read(), chain.parts)
         statements = registry.statements(version)
         check_chain(
-            version.label, digests, statements, environment=environment, model=version.name, version=version.number
+            version.label, chain.parts, statements, environment=environment, model=version.name, version=version.number
         )
         if not chain.verdict.manifest.passed:
             message = f"{version.label} did not pass its gate, and nothing overrules that: see `enginery audit`"
@@ -151,18 +141,14 @@ def open_release(folder: Path, shown: str) -> tuple[ReleaseRecord, Chain]:
     Raises:
         EngineryError: it was changed, or nobody whom the machine's policy trusts vouches for it.
     """
-    from enginery.release.verify import verify
-
-    check_folder(f"the release {shown}", folder)
-    checked = verify(folder)
-    if checked.problems or checked.record is None:
-        raise EngineryError(f"the release {shown} is refused: {'; '.join(checked.problems)}", code="release-refused")
-    chain = load_chain(*(folder / part for part in _PARTS))
-    digests: dict[str, str] = {part: chain.digests[part] for part in _PARTS}
-    statements = read_statements(folder)
-    record = checked.record
     what = f"the release {shown}"
-    check_chain(what, digests, statements, model=record.name, version=record.version, say=lambda text: None)
+    check_folder(what, folder)
+    checked = verify(folder)
+    record, chain = checked.record, checked.chain
+    if checked.problems or record is None or chain is None:
+        raise EngineryError(f"{what} is refused: {'; '.join(checked.problems)}", code="release-refused")
+    statements = read_statements(folder)
+    check_chain(what, chain.parts, statements, model=record.name, version=record.version, say=lambda text: None)
     return record, chain
 
 
@@ -176,6 +162,6 @@ def of_chain(
         precision=precision or chain.verdict.manifest.served_precision,
         bundle=chain.bundle,
         report=chain.report,
-        digests={part: chain.digests[part] for part in _PARTS},
+        digests=chain.parts,
         statements=statements,
     )
