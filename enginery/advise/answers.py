@@ -4,6 +4,7 @@ import csv
 import io
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -77,36 +78,27 @@ def read_prices(file: Path) -> dict[str, float]:
     Raises:
         UserError: it can't be read, names an unknown GPU or one twice, or a price is no positive number.
     """
-    problem = ""
     prices: dict[str, float] = {}
     try:
         with file.open("rb") as opened:
             content = opened.read(_MAX_PRICES_BYTES + 1)
         if len(content) > _MAX_PRICES_BYTES:
-            problem = f"it has more than {_MAX_PRICES_BYTES:,} bytes"
-        for row in [] if problem else csv.DictReader(io.StringIO(content.decode("utf-8-sig"))):
+            raise ValueError(f"it has more than {_MAX_PRICES_BYTES:,} bytes")
+        for row in csv.DictReader(io.StringIO(content.decode("utf-8-sig"))):
             name, text = row.get("device") or "", row.get("usd_per_hour") or ""
             if name not in devices():
-                problem = f"{name!r} is none of {', '.join(devices())}"
-                break
+                raise ValueError(f"{name!r} is none of {', '.join(devices())}")
             if name in prices:
-                problem = f"{name} is in it twice"
-                break
-            try:
+                raise ValueError(f"{name} is in it twice")
+            with suppress(ValueError):
                 prices[name] = float(text)
-            except ValueError:
-                prices[name] = math.nan
-            if not 0 < prices[name] < math.inf:
-                problem = f"the price of {name}, {text!r}, is no positive number"
-                break
+            if not 0 < prices.get(name, 0) < math.inf:
+                raise ValueError(f"the price of {name}, {text!r}, is no positive number")
+        if not prices:
+            raise ValueError("no row")
     except (OSError, ValueError, csv.Error) as error:
-        problem = str(error)
-    if problem or not prices:
-        raise UserError(
-            f"{file}: {problem or 'no row'}; write a line `device,usd_per_hour` and one such as `H100,2.5` per GPU",
-            code="invalid-prices",
-            setting="--prices",
-        )
+        message = f"{file}: {error}; write a line `device,usd_per_hour` and one such as `H100,2.5` per GPU"
+        raise UserError(message, code="invalid-prices", setting="--prices") from None
     return prices
 
 

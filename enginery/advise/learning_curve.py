@@ -194,11 +194,8 @@ def measure(
             for name, part in parts.items():
                 _link(data, [(sample.path, source.classes[sample.label]) for sample in part], folder / "images" / name)
             # The same validation images for all: those like training images stay.
-            _step(
-                "preprocess",
-                {**packing, "data": str(folder / "images"), "near_duplicates": "report"},
-                folder / "dataset",
-            )
+            own = {**packing, "data": str(folder / "images"), "near_duplicates": "report"}
+            _step("preprocess", own, folder / "dataset")
             epochs = max(1, round(train.epochs / share))
             once = {"epochs": epochs, "validation_epochs": epochs, "checkpoint_epochs": epochs, "seed": run}
             _step("train", {**recipe, **once}, folder / "checkpoint", dataset=folder / "dataset")

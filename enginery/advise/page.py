@@ -87,21 +87,18 @@ def page(rows: Sequence[dict[str, Any]], workload: str, question: Question, pric
     if best is not None and model.work.flops.any():
         device = devices()[best["gpu"]]
         charts["roofline"] = roofline_chart(model, device, best["precision"], best["batch"])
-    return (
-        templates(_OWN, filters={"range": _range})
-        .get_template("advise.html.j2")
-        .render(
-            rows=rows,
-            workload=workload,
-            question=question,
-            counted=model.text,
-            remarks=remarks(list(rows), question),
-            best=best,
-            prices=prices,
-            fitted_on=FITTED_ON,
-            sheets=devices(),
-            charts={name: Markup(svg) for name, svg in charts.items()},  # noqa: S704  # drawn here, text escaped
-        )
+    found = templates(_OWN, filters={"range": _range}).get_template("advise.html.j2")
+    return found.render(
+        rows=rows,
+        workload=workload,
+        question=question,
+        counted=model.text,
+        remarks=remarks(list(rows), question),
+        best=best,
+        prices=prices,
+        fitted_on=FITTED_ON,
+        sheets=devices(),
+        charts={name: Markup(svg) for name, svg in charts.items()},  # noqa: S704  # drawn here, text escaped
     )
 
 

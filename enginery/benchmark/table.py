@@ -5,6 +5,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,8 @@ def write_picture(measured: Sequence[Row], published: Sequence[Row], path: Path)
             for rows, style in ((published, {"color": "0.65", "linewidth": 1.0}), (measured, {"linewidth": 2.0})):
                 own = [row for row in rows if row.network == network]
                 for device, precision in dict.fromkeys((row.device, row.precision) for row in own):
-                    line = sorted((r for r in own if (r.device, r.precision) == (device, precision)), key=_batch)
+                    rates = [row for row in own if (row.device, row.precision) == (device, precision)]
+                    line = sorted(rates, key=attrgetter("batch"))
                     label = f"{device}, {precision}" if rows is published else precision
                     x, y = [row.batch for row in line], [row.images_per_s for row in line]
                     axes.plot(x, y, marker="o", markersize=3, label=label, **style)
@@ -177,7 +179,7 @@ def _round_numbers(axes: Axes) -> Locator:
 def _name_devices(axes: Axes, published: Sequence[Row]) -> None:
     """Names at the right end of the grey lines, moved apart where they would lie upon each other."""
     devices = dict.fromkeys(row.device for row in published)
-    ends = [max((row for row in published if row.device == device), key=_batch) for device in devices]
+    ends = [max((row for row in published if row.device == device), key=attrgetter("batch")) for device in devices]
     axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # places the axes, so that points have pixels
     free = -math.inf
     for row in sorted(ends, key=lambda row: row.images_per_s):
@@ -186,7 +188,3 @@ def _name_devices(axes: Axes, published: Sequence[Row]) -> None:
         free = max(at, free + _NAME_SIZE)
         style: dict[str, Any] = {"color": "0.45", "fontsize": _NAME_SIZE, "ha": "left", "va": "center"}
         axes.annotate(row.device, point, xytext=(6, free - at), textcoords="offset points", **style)
-
-
-def _batch(row: Row) -> int:
-    return row.batch

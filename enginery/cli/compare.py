@@ -74,7 +74,6 @@ def _print_measures(console: Console, result: RunComparison) -> None:
     for precision in result.precisions:
         for position, run in enumerate(result.runs):
             row = run.rows.get(precision)
-            last = position == len(result.runs) - 1
             is_unsure = row and row.score_pct is not None and row.images_per_s is None and row.throughput_batch_size
             table.add_row(
                 precision.upper() if position == 0 else "",
@@ -85,7 +84,7 @@ def _print_measures(console: Console, result: RunComparison) -> None:
                 "unsure" if is_unsure else number(row.images_per_s if row else None, ",.0f"),
                 size_text(row.size_bytes) if row and row.size_bytes else "n/a",
                 verdict_text(row.verdict) if row else "",
-                end_section=last,
+                end_section=run is result.runs[-1],
             )
     console.print(table)
 

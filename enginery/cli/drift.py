@@ -62,13 +62,10 @@ def drift(
     statistic drifted if chance does not explain its distance from validation; the exit code is then 3.
     """
     if examples is not None and (html is None or not examples.is_dir()):
-        raise UserError(
-            f"there is no folder {examples}; name the one that `enginery serve --examples` got"
-            if html is not None
-            else "--examples are shown on a page; name it with --html",
-            code="no-examples",
-            setting="--examples",
-        )
+        message = f"there is no folder {examples}; name the one that `enginery serve --examples` got"
+        if html is None:
+            message = "--examples are shown on a page; name it with --html"
+        raise UserError(message, code="no-examples", setting="--examples")
     from enginery.serving.drift import compare, counts_of, find_baseline, page, read_metrics
 
     served = find_baseline(model, precision)

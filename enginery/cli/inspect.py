@@ -140,10 +140,10 @@ def _inspect_sentences(bundle: Artifact[BundleManifest], sentences: Sequence[str
     if as_json:
         click.echo(json.dumps({"model": bundle.manifest.architecture, "results": results}))
         return
-    console, table = new_console(), new_table("sentence", "precision", "runtime", "translation")
+    columns = ("sentence", "precision", "runtime", "translation")
+    console, table = new_console(), new_table(*columns)
     console.print(f"{escape(bundle.manifest.architecture)}, bundle {escape(_relative(bundle.path))}")
     for one in results:
-        columns = ("sentence", "precision", "runtime", "translation")
         table.add_row(*(escape(shown(one.get(name, "n/a"))) for name in columns))
     console.print(table)
     for note in dict.fromkeys(f"{one['precision'].upper()}: {one['note']}" for one in results if one["note"]):

@@ -8,7 +8,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from functools import cache
+from dataclasses import asdict
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +107,8 @@ def predict(
     if picture is not None and task is not None:
         _draw(picture, named, answers, task)
     if as_json:
-        click.echo(json.dumps({"url": url, "model": name, "results": _as_json(names, answers)}, indent=1))
+        results = [_as_json(image, answer) for image, answer in zip(names, answers, strict=True)]
+        click.echo(json.dumps({"url": url, "model": name, "results": results}, indent=1))
     else:
         _print_table(names, answers, num_classes, task)
     _end(names, answers)
@@ -156,8 +158,7 @@ def _translate(model: str, texts: Sequence[str], beam_size: int, as_json: bool) 
 
 
 def _lines(text: bytes) -> list[bytes]:
-    lines = text.removeprefix(codecs.BOM_UTF8).removesuffix(b"\n")
-    return lines.split(b"\n") if text else []
+    return text.removeprefix(codecs.BOM_UTF8).removesuffix(b"\n").split(b"\n") if text else []
 
 
 def _named_images(images: Sequence[str]) -> Iterator[tuple[str, Callable[[], bytes]]]:
@@ -174,23 +175,19 @@ def _named_images(images: Sequence[str]) -> Iterator[tuple[str, Callable[[], byt
         if name == _STDIN:
             yield "standard input", cache(lambda: _not_empty(sys.stdin.buffer.read()))
         elif path.is_dir():
-            yield from ((str(file), _reader(file)) for file in find_images(path))
+            yield from ((str(file), partial(_content, file)) for file in find_images(path))
         elif path.exists():
-            yield name, _reader(path)
+            yield name, partial(_content, path)
         else:
             message = f"there is no file or folder {path}; name an image, or a translator before sentences"
             raise UserError(message, code="no-images")
 
 
-def _reader(path: Path) -> Callable[[], bytes]:
-    def read() -> bytes:
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise UserError(f"can't read it: {error.strerror}", code="unreadable-image") from None
-        return _not_empty(content)
-
-    return read
+def _content(path: Path) -> bytes:
+    try:
+        return _not_empty(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"can't read it: {error.strerror}", code="unreadable-image") from None
 
 
 def _not_empty(content: bytes) -> bytes:
@@ -252,18 +249,10 @@ def _draw(
         write_output(file, encoded.getvalue(), "--picture")
 
 
-def _as_json(
-    names: Sequence[str], answers: "Sequence[Answer | dict[str, Any] | EngineryError]"
-) -> list[dict[str, object]]:
-    results: list[dict[str, object]] = []
-    for name, answer in zip(names, answers, strict=True):
-        if isinstance(answer, EngineryError):
-            results.append({"image": name, "error": str(answer)})
-        elif isinstance(answer, dict):
-            results.append({"image": name, **answer})
-        else:
-            results.append({"image": name, "labels": answer.labels, "probabilities": answer.probabilities})
-    return results
+def _as_json(name: str, answer: "Answer | dict[str, Any] | EngineryError") -> dict[str, Any]:
+    if isinstance(answer, EngineryError):
+        return {"image": name, "error": str(answer)}
+    return {"image": name, **(answer if isinstance(answer, dict) else asdict(answer))}
 
 
 def _print_table(

@@ -1,7 +1,7 @@
 """`enginery video`: what a model sees in videos and live streams."""
 
-from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.markup import escape
@@ -40,18 +40,7 @@ _MOST_ROWS = 40  # of the table; streams with a problem come first
 @click.option(
     "--max-seconds", default=0.0, type=click.FloatRange(0), callback=finite, help="End after this time.  [default: no]"
 )
-def video(
-    sources: tuple[str, ...],
-    model: str | None,
-    out: Path,
-    precision: Precision | None,
-    annotate: bool,
-    hold_frames: int,
-    every: int,
-    live: str,
-    decoder: str,
-    max_seconds: float,
-) -> None:
+def video(sources: tuple[str, ...], model: str | None, out: Path, precision: Precision | None, **settings: Any) -> None:
     """Label the frames of videos: files, folders, - for the standard input, and live addresses such as rtsp://.
 
     Frames get the classes, boxes or masks that MODEL finds. DIR gets a page with timelines (index.html), a line per
@@ -67,25 +56,15 @@ def video(
     # Imports of PyAV, DALI and runtimes take seconds: mistakes are said before.
     from components.analyze.config import AnalyzeConfig
 
-    values = {
-        "sources": list(sources),
-        "annotate": annotate,
-        "hold_frames": hold_frames,
-        "every": every,
-        "live": live,
-        "decoder": decoder,
-        "max_seconds": max_seconds,
-    }
-    config = resolve(AnalyzeConfig, "video", values)
+    config = resolve(AnalyzeConfig, "video", {"sources": list(sources), **settings})
     from components.analyze.labelling import NO_FRAME
     from components.analyze.run import analyze, outcome
     from components.common.process.disk import out_of_space
     from components.common.process.steplog import StepLog
     from enginery.serving.sources import find_source
 
-    with ExitStack() as stack:
-        text = model or str(latest_bundle(StateDirectory.current().runs))
-        source = stack.enter_context(find_source(text, precision))
+    text = model or str(latest_bundle(StateDirectory.current().runs))
+    with find_source(text, precision) as source:
         chosen = config.model_copy(update={"precision": source.precision})
         try:
             analysis = analyze(chosen, source.bundle, out, StepLog("video"))

@@ -361,11 +361,8 @@ def settings_rows(model: type[BaseModel] = ClusterSettings, prefix: str = "") ->
         inner = inner_model(field.annotation)
         if inner is None:
             default = "" if field.is_required() else show_value(field.default)
-            yield (
-                key,
-                {"{}": "none", "[]": "none", "empty": "", "None": ""}.get(default, default),
-                str(field.description),
-            )
+            shown = {"{}": "none", "[]": "none", "empty": "", "None": ""}.get(default, default)
+            yield key, shown, str(field.description)
             continue
         is_list = get_origin(field.annotation) is tuple
         if issubclass(inner, Placement) and key != "every_step":

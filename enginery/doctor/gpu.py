@@ -84,11 +84,10 @@ class GpuChecks:
         """The GPUs by NVML."""
         nvml = self.nvml
         if nvml.gpus:
-            kinds = dict.fromkeys(nvml.gpus)
             found = "; ".join(
                 f"{nvml.gpus.count(gpu)} x {gpu.name}, {size_text(gpu.memory_bytes)}, compute capability "
                 f"{gpu.capability[0]}.{gpu.capability[1]}"
-                for gpu in kinds
+                for gpu in dict.fromkeys(nvml.gpus)
             )
             if (visible := os.environ.get(_VISIBLE)) in ("", "-1"):
                 return warning(f"{found}; hidden by {_VISIBLE}={visible!r}", f"unset {_VISIBLE}")

@@ -238,9 +238,8 @@ def resolve_arguments(
             raise UserError(message, code="set-not-key-value", setting="--set")
         _assign(file, plain, steps, step, {name: parse_value(value)}, source="--set")
     plain.update(flags)
-    for name, spec in file.inputs.items():
-        if name not in file.plain_inputs():
-            continue
+    for name in file.plain_inputs():
+        spec = file.inputs[name]
         if not spec.optional and plain.get(name, "") == "":
             option, verb = f"--{name.replace('_', '-')}", "run" if local else "submit"
             named = file.path.stem if file.path.absolute().parent == _PIPELINES else file.path

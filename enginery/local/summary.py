@@ -120,9 +120,8 @@ class SummaryBuilder:
         kind = event["event"]
         if kind == "started":
             self.running = event["step"]
-        if kind in ("finished", "failed"):
-            seconds = event.get("seconds", {})
-            failed = event["event"] == "failed"
+        elif kind in ("finished", "failed"):
+            seconds, failed = event.get("seconds", {}), kind == "failed"
             self.steps.append(
                 StepSummary(
                     name=event["step"],
@@ -197,9 +196,7 @@ class SummaryBuilder:
                     latency_doubt=single.busy if single else "",
                     images_per_s=self._benchmark.sure_images_per_s(batched) if batched else None,
                     throughput_batch_size=largest if batched else None,
-                    speedup=self._benchmark.speedup(accuracy.precision, "fp32", largest)
-                    if accuracy.precision != "fp32"
-                    else None,
+                    speedup=batched.over.get("fp32") if batched else None,
                     verdict=self._verdict_on(accuracy.precision),
                 )
             )

@@ -136,13 +136,10 @@ def failure(error: BaseException, address: ServerAddress, timeout_s: float) -> S
     if type(error).__name__ == "ClientResponseError":  # aiohttp's, for an answer that is not HTTP
         return ServingError(f"what answers at {address} does not speak HTTP; for gRPC write grpc://{address.target}")
     status, message = _status_and_message(error)
+    if status is None and type(error).__module__.startswith("aiohttp"):
+        return _unreachable(address, error)
     if status is None:
-        known = type(error).__module__.startswith("aiohttp")
-        return (
-            _unreachable(address, error)
-            if known
-            else ServingError(f"{address} does not answer as a model server does ({message}); name one with --url")
-        )
+        return ServingError(f"{address} does not answer as a model server does ({message}); name one with --url")
     return status_failure(status, message, address)
 
 
