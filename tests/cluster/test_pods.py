@@ -22,16 +22,17 @@ from kubernetes.stream import stream
 
 from enginery.release.verify import load_chain
 from enginery.serving.repository import RepositoryConfig, write_repository
-from enginery.serving.sources import ModelSource
+from enginery.serving.sources import of_chain
 from tests.helm.rendering import CHART
 from tests.unit.conftest import proved  # noqa: F401
 from tests.waiting import wait_until
 
-pytestmark = [
+NEEDS_IMAGES = [
     pytest.mark.cluster,
     pytest.mark.slow,
     pytest.mark.skipif(not os.environ.get("REGISTRY"), reason="REGISTRY names no images for the nodes"),
 ]
+pytestmark = NEEDS_IMAGES
 RELEASE = "t"
 MODEL = "digits"
 PASSWORD = "0123456789abcdef"
@@ -150,11 +151,7 @@ class Cluster:
 
 @pytest.fixture
 def repository(proved, tmp_path: Path) -> Path:  # noqa: F811
-    chain = load_chain(*proved.parts.values())
-    digests = {part: chain.digests[part] for part in proved.parts}
-    source = ModelSource(
-        name=MODEL, version="1", precision="int8", bundle=chain.bundle, report=chain.report, digests=digests
-    )
+    source = of_chain(load_chain(*proved.parts.values()), MODEL, "1", "int8", {})
     return write_repository(source, tmp_path / "models", RepositoryConfig(max_wait_s=60)).path
 
 
@@ -284,22 +281,16 @@ def test_pods_are_ready_and_nothing_is_lost(cluster: Cluster, values: dict[str, 
         helm.upgrade(CHART, RELEASE, {**values, "serve": {**values["serve"], "model": wrong}})
 
         def refused() -> bool:
-            states = [
-                state
-                for pod in cluster.pods("serve")
-                for state in pod.status.init_container_statuses or ()
-                if pod.metadata.name != old.metadata.name and state.restart_count
-            ]
-            return bool(states)
+            new = [pod for pod in cluster.pods("serve") if pod.metadata.name != old.metadata.name]
+            return any(state.restart_count for pod in new for state in pod.status.init_container_statuses or ())
 
         wait_for(refused, "the new pod's repository is refused")
         helm.test(RELEASE, timeout=600)
         assert old.metadata.name in [pod.metadata.name for pod in cluster.pods("serve")]
         helm.rollback(RELEASE, version=1)
         cluster.wait()
-        wait_for(
-            lambda: [pod.metadata.name for pod in cluster.pods("serve")] == [old.metadata.name], "the old pod is alone"
-        )
+        left = [old.metadata.name]
+        wait_for(lambda: [pod.metadata.name for pod in cluster.pods("serve")] == left, "the old pod is alone")
 
         helm.uninstall(RELEASE)
         wait_for(lambda: not cluster.pods("mlflow"), "the pods are gone")

@@ -4,7 +4,6 @@ Beside KUBECONFIG it needs Argo Workflows, a default storage class, and the imag
 """
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,16 +15,12 @@ from kubernetes import client
 
 from components.common.contracts.environment import KFP_RUN_VARIABLE
 from components.train.train_job import VOLUME_VARIABLE
-from tests.cluster.test_pods import RESTRICTED, image, run_in_pod, wait_for
+from tests.cluster.test_pods import NEEDS_IMAGES, RESTRICTED, image, run_in_pod, wait_for
 from tests.cluster.test_train_jobs import RUNNER, runner  # noqa: F401
 from tests.cluster.test_training import KILL, LONG, SHARED, Step, limit_disk, step  # noqa: F401
 from tests.unit.train.conftest import SETTINGS, tiny_dataset  # noqa: F401
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.slow,
-    pytest.mark.skipif(not os.environ.get("REGISTRY"), reason="REGISTRY names no images for the nodes"),
-]
+pytestmark = NEEDS_IMAGES
 ARGO = ("argoproj.io", "v1alpha1")
 PAGE = Path(__file__).resolve().parents[2] / "docs/submit.md"
 

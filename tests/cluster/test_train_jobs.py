@@ -244,6 +244,5 @@ def test_two_nodes_train(
     small = config(epochs=1, architecture="squeezenet1_1")
     train_on_nodes(request_for(tmp_path), small, StepLog("train"), tiny_dataset.path, tmp_path / "out", poll_s=0.5)
     assert len(load(tmp_path / "out", CheckpointManifest, verify=("",)).manifest.history) == 1
-    assert (
-        client.CustomObjectsApi(api).list_namespaced_custom_object(GROUP, VERSION, job.namespace, PLURAL)["items"] == []
-    )
+    left = client.CustomObjectsApi(api).list_namespaced_custom_object(GROUP, VERSION, job.namespace, PLURAL)["items"]
+    assert left == []

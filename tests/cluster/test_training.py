@@ -5,7 +5,6 @@ Beside KUBECONFIG it needs Kubeflow Trainer, a default storage class whose volum
 """
 
 import json
-import os
 import re
 import shlex
 import threading
@@ -28,15 +27,11 @@ from components.train.train_job import (
     VERSION,
     TrainJobRequest,
 )
-from tests.cluster.test_pods import image, make_claim, run_in_pod, start_pod, unpack, wait_for
+from tests.cluster.test_pods import NEEDS_IMAGES, image, make_claim, run_in_pod, start_pod, unpack, wait_for
 from tests.cluster.test_train_jobs import RUNNER, runner  # noqa: F401
 from tests.unit.train.conftest import SETTINGS, tiny_dataset  # noqa: F401
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.slow,
-    pytest.mark.skipif(not os.environ.get("REGISTRY"), reason="REGISTRY names no images for the nodes"),
-]
+pytestmark = NEEDS_IMAGES
 SHARED = "/mnt/shared"
 STEP = "step"
 PATH = "/opt/enginery/code:/opt/enginery/own:/opt/enginery/common"  # the image's

@@ -11,7 +11,7 @@ import pytest
 from components.common.contracts.manifests import BundleManifest, load
 from enginery.release.verify import load_chain
 from enginery.serving.repository import RepositoryConfig, write_repository
-from enginery.serving.sources import ModelSource
+from enginery.serving.sources import of_chain
 from tests.containers.conftest import HARDENED_ALONE, docker, image, mount, running, show, state, wait_for_health
 from tests.unit.conftest import proved  # noqa: F401
 
@@ -32,11 +32,7 @@ print(json.dumps(next(output["data"] for output in outputs if output["name"] == 
 
 @pytest.fixture(scope="module")
 def repository(proved, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
-    chain = load_chain(*proved.parts.values())
-    digests = {part: chain.digests[part] for part in proved.parts}
-    source = ModelSource(
-        name="digits", version="1", precision="int8", bundle=chain.bundle, report=chain.report, digests=digests
-    )
+    source = of_chain(load_chain(*proved.parts.values()), "digits", "1", "int8", {})
     folder = tmp_path_factory.mktemp("served")
     show(folder)
     return write_repository(source, folder / "models", RepositoryConfig(max_wait_s=60)).path

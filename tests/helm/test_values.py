@@ -115,12 +115,7 @@ def test_a_wrong_value_is_refused(path: str, value: Any) -> None:
         ("full", "mlflow.service", {"type": "LoadBalancer"}, "mlflow.service.type is LoadBalancer, and the network"),
         ("full", "serve.service", {"type": "NodePort"}, "Name who may call in networkPolicy.clientCidrs"),
         ("gpus", "serve.sharedMemory", "32768Mi", "Shared memory counts as the pod's: give it more"),
-        (
-            "full",
-            "serve.resources",
-            {"requests": {"cpu": None, "memory": "1Gi"}},
-            "aims at a share of the requested CPU",
-        ),
+        ("full", "serve.resources", {"requests": {"cpu": None, "memory": "1Gi"}}, "a share of the requested CPU"),
         ("full", "networkPolicy.dns", {"namespaces": [], "cidrs": []}, "Name where the cluster's name servers are"),
         ("full", "mlflow.extraEnv", [{"name": "MLFLOW_SERVER_ALLOWED_HOSTS", "value": "*"}], "HOSTS is there twice"),
         ("full", "serve.extraEnv", [{"name": "A", "value": "b"}, {"name": "A"}], "serve.extraEnv: A is there twice"),

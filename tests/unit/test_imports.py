@@ -33,6 +33,7 @@ LIGHT = [
     )
     for path in sorted(REPOSITORY.glob(pattern))
 ]
+REGISTRY = ("promote", "audit", "models", "rollback", "serve", "release", "compare")  # commands that ask it
 HEAVY = ("torch", "torchvision", "tensorrt", "nvidia.dali", "mlflow", "onnx", "onnxruntime", "openvino")
 IMPORT_BLOCKED = """
 import importlib, sys
@@ -108,14 +109,7 @@ def is_of(name: str, package: str) -> bool:
         # The command line's image has neither an image decoder nor NumPy.
         ((*HEAVY, "numpy", "PIL"), [f"enginery.cli.{verb}" for verb in ("submit", "fetch")]),
         # Their help is there before MLflow is imported, and none of them runs a pipeline.
-        (
-            ("mlflow", "kfp"),
-            [
-                f"enginery.cli.{verb}"
-                for verb in ("promote", "audit", "models", "rollback", "serve", "release", "compare")
-            ]
-            + ["enginery.serving.repository"],
-        ),
+        (("mlflow", "kfp"), [*(f"enginery.cli.{verb}" for verb in REGISTRY), "enginery.serving.repository"]),
         (
             ("torch", "mlflow", "openvino", "tritonclient", "kfp", "PIL", "enginery.serving.server"),
             ["enginery.serving.client.client", "enginery.cli.predict", "enginery.serving.loadtest.generator"],

@@ -324,12 +324,7 @@ _LAYERS = {"script": torch.nn.Linear(1, 1), "script with packed code": torch.nn.
         ("m.pth", None, "", "can't read the weights in {model}"),
         ("m.safetensors", "resnet18", "resnet18", "the weights in {model} don't fit this model: "),
         ("m.safetensors", "squeezenet1_1", "squeezenet1_1", "squeezenet1_1 can't run on images of 8 x 8 pixels: "),
-        (
-            "m.checkpoint",
-            None,
-            "resnet18",
-            "{model} is neither .onnx nor weights (.safetensors, .pt, .pth): write the model as ONNX",
-        ),
+        ("m.checkpoint", None, "resnet18", "{model} is neither .onnx nor weights (.safetensors, .pt, .pth): write "),
         ("a/m.onnx", None, "", "there is no model at {model}; name a Checkpoint or Bundle directory"),
         ("m.ONNX", None, "", "{model}: not an ONNX file"),
         ("m.PTH", None, "", "can't read the weights in {model}"),

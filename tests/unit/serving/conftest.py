@@ -24,7 +24,7 @@ from components.serve.repository_check import STATISTICS_TENSOR
 from enginery.release.verify import load_chain
 from enginery.serving.installation import find_triton, triton_folder
 from enginery.serving.repository import RepositoryConfig, write_repository
-from enginery.serving.sources import ModelSource
+from enginery.serving.sources import ModelSource, of_chain
 from tests.pipelines.servers import free_port
 from tests.processes import start_python
 from tests.waiting import wait_until
@@ -180,15 +180,7 @@ def triton() -> None:
 
 @pytest.fixture(scope="session")
 def source(proved) -> ModelSource:
-    chain = load_chain(*proved.parts.values())
-    return ModelSource(
-        name=NAME,
-        version="1",
-        precision="int8",
-        bundle=chain.bundle,
-        report=chain.report,
-        digests={part: chain.digests[part] for part in proved.parts},
-    )
+    return of_chain(load_chain(*proved.parts.values()), NAME, "1", "int8", {})
 
 
 @pytest.fixture(scope="session")

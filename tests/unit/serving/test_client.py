@@ -4,7 +4,6 @@ import base64
 import json
 import re
 import socket
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from enginery.serving.client.transport import (
 from enginery.serving.loadtest.results import LoadTest
 from tests.fuzz import requests
 from tests.unit.registered import ROOT, enginery, refuses
+from tests.waiting import wait_until
 
 from .conftest import NAME, Running, metrics, serving
 
@@ -175,9 +175,6 @@ def test_a_load_test_says_why_there_was_no_answer(url: str, tmp_path: Path) -> N
     assert count >= sum(level.num_errors for series in result.series for level in (*series.closed, *series.open))
 
 
-CONFIDENCE_COUNT = "enginery_prediction_confidence_count"
-
-
 @pytest.fixture(scope="module")
 def own(triton, exported, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server that nobody else asks, with models that the client may load."""
@@ -188,14 +185,9 @@ def own(triton, exported, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def test_predictions_are_counted_by_label_and_confidence(own: Running, images: list[bytes]) -> None:
     with Client(f"http://127.0.0.1:{own.http}", model=NAME, retry=ONCE) as client:
         answers = client.classify_all(images)
-    deadline = time.monotonic() + 600
-    while True:
-        found = {key: value for key, value in metrics(own).items() if key.startswith("enginery_prediction")}
-        (handed_on,) = (value for key, value in found.items() if key.startswith(f"{CONFIDENCE_COUNT}{{"))
-        if handed_on == len(images):  # which is said last
-            break
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
+    handed_on = "enginery_prediction_confidence_count{"  # which is said last
+    wait_until(lambda: [n for key, n in metrics(own).items() if key.startswith(handed_on)] == [len(images)])
+    found = {key: value for key, value in metrics(own).items() if key.startswith("enginery_prediction")}
     labels = [answer.label for answer in answers]
     for label in set(labels):
         counted = [value for key, value in found.items() if f'label="{label}"' in key]

@@ -22,15 +22,15 @@ from enginery.pins import tensorrt_of_images
 from enginery.serving.installation import find_triton
 from enginery.serving.repository import RepositoryConfig, gpu_server_options, write_repository
 from enginery.serving.sources import ModelSource, find_source
-from tests.unit.measurements import engine_entry
-from tests.unit.registered import enginery, flip, promote_chain, refuses
+from tests.unit.measurements import engine_entry, updated
+from tests.unit.registered import enginery, files, flip, promote_chain, refuses
 
 from .conftest import NAME
 
 
-def built_as(source: ModelSource, *flags: str) -> ModelSource:
-    """The source with other flags of its plans."""
-    engines = tuple(entry.model_copy(update={"flags": flags}) for entry in source.bundle.manifest.engines)
+def built_as(source: ModelSource, **changes: object) -> ModelSource:
+    """The source with other fields of its plans."""
+    engines = tuple(entry.model_copy(update=changes) for entry in source.bundle.manifest.engines)
     manifest = source.bundle.manifest.model_copy(update={"engines": engines})
     return dataclasses.replace(source, bundle=dataclasses.replace(source.bundle, manifest=manifest))
 
@@ -52,16 +52,14 @@ def on_gpu(source, tmp_path: Path) -> ModelSource:
     folder = tmp_path / "bundle"
     shutil.copytree(source.bundle.path, folder)
     engines = (plan("int8", "9.0"), plan("fp16", "9.0"), plan("int8", "8.0"))
+    listed = dict(source.bundle.manifest.files)
     for entry in engines:
         (folder / entry.file).write_bytes(entry.file.encode())
-    files = dict(source.bundle.manifest.files)
-    for name in (entry.file for entry in engines):
-        files[name] = FileEntry(size_bytes=len(name), digest=digest_file(folder / name))
-    bundle = source.bundle.manifest.model_copy(update={"engines": engines, "files": files})
-    accuracy = source.report.manifest.accuracy
+        listed[entry.file] = FileEntry(size_bytes=len(entry.file), digest=digest_file(folder / entry.file))
+    bundle = source.bundle.manifest.model_copy(update={"engines": engines, "files": listed})
     measured = AccuracyRow(precision="int8", runtime="tensorrt", file="int8-9.0.plan")
-    accuracy = accuracy.model_copy(update={"rows": (*accuracy.rows, measured)})
-    report = source.report.manifest.model_copy(update={"accuracy": accuracy})
+    rows = (*source.report.manifest.accuracy.rows, measured)
+    report = updated(source.report.manifest, "accuracy", rows=rows)
     return dataclasses.replace(
         source,
         bundle=dataclasses.replace(source.bundle, path=folder, manifest=bundle),
@@ -73,16 +71,10 @@ def on_gpu(source, tmp_path: Path) -> ModelSource:
 
 
 def test_a_repository_for_cpus(exported, source) -> None:
-    files = {path.relative_to(exported.path).as_posix() for path in exported.path.rglob("*") if path.is_file()}
-    assert files == {
-        *(
-            "manifest.json",
-            "baseline_int8.json",
-            "digits/config.pbtxt",
-            "digits/1/README",
-            "digits_labels/config.pbtxt",
-        ),
-        *("digits_labels/1/model.py", "digits_model/config.pbtxt", "digits_model/labels.txt"),
+    assert files(exported.path).keys() == {
+        *("manifest.json", "baseline_int8.json", "digits/config.pbtxt", "digits/1/README"),
+        *("digits_labels/config.pbtxt", "digits_labels/1/model.py"),
+        *("digits_model/config.pbtxt", "digits_model/labels.txt"),
         *("digits_model/1/int8_cpu.onnx", "digits_model/1/int8_cpu_7bit.onnx", "digits_model/1/model.py"),
         *("digits_preprocess/config.pbtxt", "digits_preprocess/1/model.py"),
     }
@@ -116,10 +108,10 @@ def test_a_repository_for_gpus_and_cpus_holds_the_measured_plans_alone(on_gpu, t
 def test_plans_that_are_stripped_or_version_compatible(on_gpu, tmp_path: Path, monkeypatch) -> None:
     """Nothing loads the weights of the first; Triton takes the others with an option."""
     with refuses("stripped-plan", "export.engine_options"):
-        write_repository(built_as(on_gpu, "STRIP_PLAN"), tmp_path / "models", RepositoryConfig())
+        write_repository(built_as(on_gpu, flags=("STRIP_PLAN",)), tmp_path / "models", RepositoryConfig())
     assert not (tmp_path / "models").exists()
     assert gpu_server_options(write_repository(on_gpu, tmp_path / "plain", RepositoryConfig()).manifest) == ()
-    source = contextlib.nullcontext(built_as(on_gpu, "INT8", "VERSION_COMPATIBLE"))
+    source = contextlib.nullcontext(built_as(on_gpu, flags=("INT8", "VERSION_COMPATIBLE")))
     monkeypatch.setattr("enginery.serving.sources.find_source", lambda *_: source)
     said = enginery("serve", "export", "digits@champion", tmp_path / "models").output
     assert "  on GPUs  tritonserver needs --backend-config=tensorrt,version-compatible=true: " in said
@@ -137,7 +129,8 @@ def test_plans_of_another_tensorrt_are_refused_where_the_image_says_which_it_has
         with refuses("other-tensorrt") as refused:
             open_from(repository.path / "digits_preprocess")
         assert f"(compute capability 9.0), TensorRT 10.16.0, and this image has TensorRT {other}" in str(refused.value)
-    compatible = write_repository(built_as(on_gpu, "VERSION_COMPATIBLE"), tmp_path / "compatible", RepositoryConfig())
+    source = built_as(on_gpu, flags=("VERSION_COMPATIBLE",))
+    compatible = write_repository(source, tmp_path / "compatible", RepositoryConfig())
     open_from(compatible.path / "digits_preprocess")
 
 
@@ -145,10 +138,8 @@ def test_plans_of_another_tensorrt_are_refused_where_the_image_says_which_it_has
     ("version", "said"), [("10.16.0.72", " can't load the plans; "), (tensorrt_of_images(), " serves ")]
 )
 def test_the_export_says_what_plans_need_and_serves(on_gpu, tmp_path, monkeypatch, version: str, said: str) -> None:
-    engines = tuple(entry.model_copy(update={"tensorrt_version": version}) for entry in on_gpu.bundle.manifest.engines)
-    manifest = on_gpu.bundle.manifest.model_copy(update={"engines": engines})
-    source = dataclasses.replace(on_gpu, bundle=dataclasses.replace(on_gpu.bundle, manifest=manifest))
-    monkeypatch.setattr("enginery.serving.sources.find_source", lambda *_: contextlib.nullcontext(source))
+    source = contextlib.nullcontext(built_as(on_gpu, tensorrt_version=version))
+    monkeypatch.setattr("enginery.serving.sources.find_source", lambda *_: source)
     output = enginery("serve", "export", "digits@champion", tmp_path / "models").output
     assert f"  runs on  NVIDIA H200 (compute capability 9.0), TensorRT {version}; CPUs (OpenVINO)\n" in output
     assert f"  image    ghcr.io/enginery/serve:0.2.0 (TensorRT {tensorrt_of_images()}){said}" in output
