@@ -23,6 +23,10 @@ def values(name: str) -> str:
     return (HELM / f"environments/{name}/values.yaml").read_text(encoding="utf-8")
 
 
+def objects(text: str) -> list[dict[str, Any]]:
+    return resources(render_files(yaml.safe_load(text)))
+
+
 def test_the_environments() -> None:
     assert sorted(path.parent.name for path in (HELM / "environments").glob("*/values.yaml")) == list(ENVIRONMENTS)
 
@@ -30,16 +34,13 @@ def test_the_environments() -> None:
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_an_environment_before_and_after_its_first_deployment(name: str) -> None:
     text = values(name)
-    assert not [entry for entry in resources(render_files(yaml.safe_load(text))) if entry["kind"] == "Rollout"]
+    assert not [entry for entry in objects(text) if entry["kind"] == "Rollout"]
     deployed = {"name": "classifier", "version": "7", "digest": DIGEST, "repositoryDigest": DIGEST}
     text = set_values(text, {("serve", "model", key): value for key, value in deployed.items()}, name)
     text = set_values(text, {("serve", "enabled"): True, ("images", "digests", "serve"): DIGEST}, name)
-    objects = resources(render_files(yaml.safe_load(text)))
-    (triton,) = named(render_files(yaml.safe_load(text)), "Deployment", "serve")["spec"]["template"]["spec"][
-        "containers"
-    ]
-    assert triton["image"] == f"ghcr.io/enginery/serve@{DIGEST}"
-    assert all(violations(pod) == [] for _, pod in pods(objects))
+    serve = named(render_files(yaml.safe_load(text)), "Deployment", "serve")["spec"]["template"]["spec"]
+    assert [triton["image"] for triton in serve["containers"]] == [f"ghcr.io/enginery/serve@{DIGEST}"]
+    assert all(violations(pod) == [] for _, pod in pods(objects(text)))
 
 
 def test_argo_cd_has_an_application_for_each_environment() -> None:
@@ -58,20 +59,10 @@ def test_argo_cd_has_an_application_for_each_environment() -> None:
     allowed = {entry["namespace"] for entry in project["spec"]["destinations"]}
     assert {template["destination"]["namespace"].replace("{{ .env }}", name) for name in ENVIRONMENTS} <= allowed
     cluster_wide = {(entry["group"], entry["kind"]) for entry in project["spec"]["clusterResourceWhitelist"]}
-    made = {
-        entry["kind"]
-        for name in ENVIRONMENTS
-        for entry in resources(render_files(yaml.safe_load(values(name))))
-        if "namespace" not in entry["metadata"]
-    }
-    assert {("rbac.authorization.k8s.io", kind) for kind in made} <= cluster_wide
-    others = {
-        entry["metadata"]["namespace"]
-        for name in ENVIRONMENTS
-        for entry in resources(render_files(yaml.safe_load(values(name))))
-        if entry["metadata"].get("namespace") not in (None, "team-vision")
-    }
-    assert others <= allowed
+    made = [entry for name in ENVIRONMENTS for entry in objects(values(name))]
+    kinds = {entry["kind"] for entry in made if "namespace" not in entry["metadata"]}
+    assert {("rbac.authorization.k8s.io", kind) for kind in kinds} <= cluster_wide
+    assert {entry["metadata"].get("namespace") for entry in made} <= {*allowed, None, "team-vision"}
 
 
 def test_flux_reads_the_same_files() -> None:
