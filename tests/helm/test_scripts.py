@@ -79,9 +79,8 @@ def test_the_tracking_server_is_really_asked(tracking: tuple[str, Path]) -> None
         done = run("test_mlflow.py", MLFLOW_TRACKING_URI=url)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.count("ok ") == 4
-    done = run(  # this server asks for no password, and the chart's values want one
-        "test_mlflow.py", MLFLOW_TRACKING_URI=url, MLFLOW_TRACKING_USERNAME="admin", MLFLOW_TRACKING_PASSWORD="p"
-    )
+    user = {"MLFLOW_TRACKING_USERNAME": "admin", "MLFLOW_TRACKING_PASSWORD": "p"}
+    done = run("test_mlflow.py", MLFLOW_TRACKING_URI=url, **user)  # the server asks for none
     assert (done.returncode, "nobody is let in without a password: got 200, wanted 401" in done.stderr) == (1, True)
     artifacts = folder / "artifacts"
     assert len(list(artifacts.rglob("artifact.bin"))) == 2
@@ -105,10 +104,8 @@ def test_a_password_with_an_escape_reaches_mlflow(tmp_path: Path) -> None:
     (tmp_path / "python").chmod(0o755)  # in the place of the server
     variables = {"MLFLOW_BACKEND_STORE_URI": uri, "MLFLOW_AUTH_DATABASE_URI": uri}
     variables |= {"MLFLOW_FLASK_SERVER_SECRET_KEY": "k", "TMPDIR": str(tmp_path)}
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["/bin/sh", str(START), "serve"], env={**os.environ, **variables, "PATH": path}, capture_output=True, text=True
-    )
+    variables = {**os.environ, **variables, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["/bin/sh", str(START), "serve"], env=variables, capture_output=True, text=True)
     assert done.stdout.strip() == uri, done.stderr
 
 

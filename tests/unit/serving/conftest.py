@@ -101,16 +101,19 @@ def encoded(images: Sequence[bytes]) -> bytes:
     return b"".join(struct.pack("<I", len(image)) + image for image in images)
 
 
+def free_ports() -> dict[str, int]:
+    """One for each of a server's addresses."""
+    return {name: free_port() for name in ("http", "grpc", "metrics")}
+
+
 def start_serving(source: Path | str, folder: Path, *options: str, **environment: str) -> Running:
     """The command itself; it is not waited for."""
-    ports = [free_port() for _ in range(3)]
-    names = ("--http-port", "--grpc-port", "--metrics-port")
-    log = folder / "serve.log"
-    words = ("serve", source, *options, *(word for pair in zip(names, ports, strict=True) for word in pair))
+    ports, log = free_ports(), folder / "serve.log"
+    words = ("serve", source, *options, *(f"--{name}-port={port}" for name, port in ports.items()))
     variables = {"ENGINERY_HOME": str(folder / "home"), **environment}
     written = {"stdout": log.open("w"), "stderr": subprocess.STDOUT}
     process = start_python("-m", "enginery.cli.main", *words, env=variables, **written)
-    return Running(process=process, http=ports[0], grpc=ports[1], metrics=ports[2], log=log)
+    return Running(process=process, log=log, **ports)
 
 
 def wait_until_ready(running: Running, said: str = "/metrics\n", times: int = 1) -> None:

@@ -27,7 +27,6 @@ from components.common.runtimes.selection import fit_model
 from enginery.serving.installation import HOME_VARIABLE, find_triton
 from enginery.serving.repository import RepositoryConfig, write_repository
 from enginery.serving.server import Ports, Server
-from tests.pipelines.servers import free_port
 from tests.unit.registered import enginery, refuses, write_keys
 from tests.waiting import wait_until
 
@@ -35,6 +34,7 @@ from .conftest import (
     NAME,
     Running,
     encoded,
+    free_ports,
     kept_busy,
     metrics,
     serving,
@@ -197,7 +197,7 @@ def test_overload_is_refused_at_once_and_nothing_is_left_of_a_killed_triton(trit
 
 def test_a_server_that_aborts_while_it_starts_is_started_again(triton, exported) -> None:
     """As it does where a busy machine gives its Python models no processor for 5 seconds."""
-    server = Server.start(find_triton(), exported.path, Ports(http=free_port(), grpc=free_port(), metrics=free_port()))
+    server = Server.start(find_triton(), exported.path, Ports(**free_ports()))
     try:
         aborted = server.process
         aborted.send_signal(signal.SIGABRT)
@@ -211,8 +211,7 @@ def test_what_triton_says_of_models_that_it_refuses_is_shown(triton, exported, t
     shutil.copytree(exported.path, tmp_path / "models")
     for file in (tmp_path / "models").glob("*/config.pbtxt"):
         file.write_text(file.read_text().replace("max_batch_size", "max_batch_sizes"))
-    ports = Ports(http=free_port(), grpc=free_port(), metrics=free_port())
-    server = Server.start(find_triton(), tmp_path / "models", ports)
+    server = Server.start(find_triton(), tmp_path / "models", Ports(**free_ports()))
     with refuses("server-not-started") as caught:
         server.wait_until_ready()
     assert 'no field named "max_batch_sizes".; Poll failed for model directory' in str(caught.value)

@@ -27,11 +27,10 @@ from enginery.serving.repository import RepositoryConfig, write_repository
 from enginery.serving.server import Ports, Server, shadow_socket
 from enginery.serving.shadow import SampleListener
 from enginery.serving.shadow_record import read_record
-from tests.pipelines.servers import free_port
 from tests.processes import start_python
 from tests.unit.registered import enginery, files, refuses, write_keys
 
-from .conftest import NAME, Answer, Running, encoded, suspended
+from .conftest import NAME, Answer, Running, encoded, free_ports, suspended
 
 SWAPPED = {"3": "8", "8": "3"}
 NO_METRICS = "http://127.0.0.1:1/metrics"
@@ -49,14 +48,14 @@ def champion(triton, source, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """All its images may be sampled. What waits is not counted: its models are told a wrong address of its metrics."""
     folder = tmp_path_factory.mktemp("champion")
     repository = write_repository(source, folder / "models", RepositoryConfig(max_wait_s=60, shadow_share=1.0))
-    names = {"http": free_port(), "grpc": free_port(), "metrics": free_port()}
+    ports = free_ports()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ENGINERY_HOME", str(folder / "home"))
         patch.setattr(Ports, "own_metrics", NO_METRICS)
-        server = Server.start(find_triton(), repository.path, Ports(**names))
+        server = Server.start(find_triton(), repository.path, Ports(**ports))
     try:
         server.wait_until_ready()
-        yield Champion(server=server, process=server.process, log=folder / "serve.log", **names)
+        yield Champion(server=server, process=server.process, log=folder / "serve.log", **ports)
     finally:
         server.kill()
 
@@ -180,12 +179,8 @@ def test_what_differs_is_said_and_nothing_else_is_kept(champion, challenger, ima
     assert right["mcnemar_p"] < 1e-3
     shown = enginery("shadow", output, "--labels", tmp_path / "labels.csv", "--output", tmp_path / "shown").output
     assert "labels differ on" in shown
-    for text, code in (
-        ("", "labels-invalid"),
-        ("r0/0", "labels-invalid"),
-        ("nobody,3", "no-label-fits"),
-        ("r0/0,three", "no-label-fits"),
-    ):
+    wrong = {"": "labels-invalid", "r0/0": "labels-invalid", "nobody,3": "no-label-fits", "r0/0,three": "no-label-fits"}
+    for text, code in wrong.items():
         (tmp_path / "labels.csv").write_text(text)
         with refuses(code, "--labels"):
             enginery("shadow", output, "--labels", tmp_path / "labels.csv", "--output", tmp_path / "other")
@@ -325,9 +320,8 @@ def test_another_account_gets_no_images(monkeypatch, tmp_path_factory: pytest.Te
         "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); "
         "print('ready', flush=True); print(s.accept()[0].recv(9), flush=True)"
     )
-    stranger = subprocess.Popen(
-        ["/usr/bin/python3", "-c", code, str(folder / "s")], user=65534, stdout=subprocess.PIPE, text=True
-    )
+    command = ["/usr/bin/python3", "-c", code, str(folder / "s")]
+    stranger = subprocess.Popen(command, user=65534, stdout=subprocess.PIPE, text=True)
     try:
         assert stranger.stdout.readline() == "ready\n"
         monkeypatch.setenv(SHADOW_VARIABLE, str(folder / "s"))
