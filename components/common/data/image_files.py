@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +68,19 @@ def upright_size(data: bytes) -> tuple[int, int]:
     return (height, width) if is_turned else (width, height)
 
 
+def upright_rgb(image: Image.Image) -> Image.Image:
+    """Upright RGB of an image that is loaded, where Pillow turns a TIFF by itself: as DALI delivers it."""
+    turned = upright(image)
+    if turned.mode.startswith("I;16"):
+        return from_16_bit(turned)
+    return turned if turned.mode == "RGB" else turned.convert("RGB")
+
+
 def rgb(data: bytes) -> Image.Image:
-    """Decode an image that was checked: upright RGB, as DALI delivers it."""
+    """Decode an image that was checked: upright RGB."""
     opened = open_image(data)
-    opened.load()  # where Pillow turns a TIFF by itself
-    image = upright(opened)
-    return from_16_bit(image) if image.mode.startswith("I;16") else image.convert("RGB")
+    opened.load()
+    return upright_rgb(opened)
 
 
 def as_seen(image: Image.Image, transform: TransformSpec) -> Image.Image:
@@ -105,27 +112,29 @@ def undecodable(error: RuntimeError, name: str) -> UserError:
     )
 
 
-def image_places(index: Path) -> Iterator[tuple[str, int, int]]:
-    """Key, offset and size of each image of a shard, from its DALI index: "jpg 512 778 000000000.jpg cls ..."."""
-    with index.open(encoding="utf-8") as lines:
+def read_samples(shard: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Key, and members by extension, of the samples of a shard whose key is wanted.
+
+    By its DALI index, of which a line is "jpg 512 778 000000000.jpg cls ...": extension, offset, size and name of each.
+    """
+    with shard.with_suffix(".idx").open(encoding="utf-8") as lines, shard.open("rb") as archive:
         next(lines)  # version and number of samples
         for line in lines:
-            parts = line.split()
-            for extension, offset, size, name in zip(*[iter(parts)] * 4, strict=True):
-                if extension in IMAGE_EXTENSIONS:
-                    yield name.removesuffix(f".{extension}"), int(offset), int(size)
+            parts = list(zip(*[iter(line.split())] * 4, strict=True))
+            key = parts[0][3].removesuffix(f".{parts[0][0]}")
+            if wanted(key):
+                members = {}
+                for extension, offset, size, _ in parts:
+                    archive.seek(int(offset))
+                    members[extension] = archive.read(int(size))
+                yield key, members
 
 
 def read_images(shards: Iterable[Path], keys: Container[str]) -> Iterator[tuple[str, bytes]]:
     """Key and file of these images, from the shards that hold them."""
     for shard in shards:
-        places = [place for place in image_places(shard.with_suffix(".idx")) if place[0] in keys]
-        if not places:
-            continue
-        with shard.open("rb") as archive:
-            for key, offset, size in places:
-                archive.seek(offset)
-                yield key, archive.read(size)
+        for key, members in read_samples(shard, lambda key: key in keys):
+            yield from ((key, data) for extension, data in members.items() if extension in IMAGE_EXTENSIONS)
 
 
 NEAR_DUPLICATES = "near_duplicates.jsonl"

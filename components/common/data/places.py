@@ -24,10 +24,6 @@ MAX_TEXT_BYTES = 1 << 25  # of a list of classes or labels
 class Unreadable(Exception):
     """A file must not or can't be used; the message is the reason."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
 
 def check_size(num_bytes: int, most_bytes: int = MAX_FILE_BYTES) -> None:
     """Raise Unreadable for a file that is too large for what it is to be."""
@@ -431,9 +427,8 @@ def _is_refusal(error: BaseException) -> bool:
 def _as_os_error(error: Exception) -> OSError:
     if isinstance(error, OSError):
         return error
-    text = shortened(error)
     kind = PermissionError if _is_refusal(error) else OSError
-    return kind(f"{type(error).__name__}: {text}")
+    return kind(f"{type(error).__name__}: {shortened(error)}")
 
 
 def _whole(data: bytes, num_bytes: int) -> bytes:

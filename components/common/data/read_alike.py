@@ -12,7 +12,7 @@ from PIL import Image, UnidentifiedImageError
 
 from components.common.contracts.errors import UserError
 from components.common.contracts.foreign import LFS_POINTER, MAX_PIXELS
-from components.common.data.image_files import TIFF_MODES, from_16_bit, open_image, orientation, rgb, upright
+from components.common.data.image_files import TIFF_MODES, open_image, orientation, upright_rgb
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PREFIX = b"Exif\x00\x00"
@@ -240,10 +240,7 @@ def decode(data: bytes, max_pixels: int) -> tuple[str, Image.Image]:
         image.load()
         check_exif(image.info.get("exif", b""))
         extension = EXTENSIONS[str(image.format)] if is_read_alike(image, data) else ""
-        turned = upright(image)
-        if turned.mode.startswith("I;16"):
-            return extension, from_16_bit(turned)
-        return extension, turned if turned.mode == "RGB" else turned.convert("RGB")
+        return extension, upright_rgb(image)
 
 
 @contextmanager
@@ -300,7 +297,7 @@ def check_encoded(data: bytes, name: str) -> tuple[bytes, int]:
                 )
             image.load()
             is_alike = EXTENSIONS[str(image.format)] and is_read_alike(image, data)
-            return (data if is_alike else as_png(rgb(data)), num_pixels)
+            return (data if is_alike else as_png(upright_rgb(image)), num_pixels)
     except UserError:
         raise
     except UnidentifiedImageError:

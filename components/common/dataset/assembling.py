@@ -265,14 +265,15 @@ def _statistics(training: Sequence[ShardRecord], finder: IssueFinder) -> Dataset
     mean = np.sum([shard.pixel_sum for shard in training], axis=0) / num_pixels
     square_mean = np.sum([shard.pixel_square_sum for shard in training], axis=0) / num_pixels
     sides = finder.short_sides()
+    max_height, max_width = finder.sizes().max(axis=0).tolist()
     return DatasetStatistics(
         mean=tuple(mean.tolist()),
         std=tuple(np.sqrt(np.maximum(square_mean - mean**2, 0)).tolist()),
         min_side=int(sides.min()),
         median_side=round(float(np.median(sides))),
         max_side=int(sides.max()),
-        max_width=finder.max_width(),
-        max_height=finder.max_height(),
+        max_width=max_width,
+        max_height=max_height,
     )
 
 

@@ -135,7 +135,7 @@ class IssueFinder:
         self._parts = [np.empty(0, _ROW)]
         self._counts = {split: np.zeros(len(self.classes), np.int64) for split in SPLITS}  # of images, or of objects
         self._has_objects = self._has_masks = self._has_void = False
-        self._num_annotations = 0
+        self.num_annotations = 0  # objects, masks or classes of all images
 
     def add(self, split: SplitName, entries: Iterable[Mapping[str, Any]]) -> None:
         """Take entries of a split's listing, in its order. Further calls continue where the last one ended.
@@ -174,7 +174,7 @@ class IssueFinder:
             self._has_void |= sum(share for _, share in entry["shares"]) < _WHOLE
         np.add.at(self._counts[split], labels, times)
         number = len(entry["objects"]) if "objects" in entry else entry.get("num_annotations", 1)
-        self._num_annotations += times * number
+        self.num_annotations += times * number
 
     def leave_out(self, entries: Mapping[int, Mapping[str, Any]]) -> None:
         """Forget images of the validation split: entries by their places in its listing, once all are added."""
@@ -193,17 +193,7 @@ class IssueFinder:
     def _things(self) -> Literal["images", "objects"]:
         return "objects" if self._has_objects else "images"
 
-    @property
-    def num_annotations(self) -> int:
-        """Objects, masks or classes of all images."""
-        return self._num_annotations
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes of the dataset."""
-        return len(self.classes)
-
-    def labels(self, split: SplitName) -> np.ndarray:
+    def labels(self, split: str) -> np.ndarray:
         """Labels of a split's images in the order of its listing: [N] int32."""
         return self._rows["label"][self._is_of(split)]
 
@@ -221,7 +211,7 @@ class IssueFinder:
         return contents
 
     def sizes(self) -> np.ndarray:
-        """[N, 2] px: height and width."""
+        """[N, 2] uint32, px: height and width."""
         return np.stack([self._rows["height"], self._rows["width"]], axis=1)
 
     def side_histogram(self) -> SideHistogram:
@@ -247,7 +237,7 @@ class IssueFinder:
         num_train, num_val = (
             np.bincount(contents[is_in], minlength=number).astype(np.int32) for is_in in (~in_val, in_val)
         )
-        lowest, highest = np.full(number, self.num_classes, np.int32), np.zeros(number, np.int32)
+        lowest, highest = np.full(number, len(self.classes), np.int32), np.zeros(number, np.int32)
         np.minimum.at(lowest, contents, labels)
         np.maximum.at(highest, contents, labels)
         masks = {
@@ -287,7 +277,7 @@ class IssueFinder:
             train, val = (next(image for image in images if image.split == split) for split in SPLITS)
             are_images = "is a training image" if totals["val"] == 1 else "are training images"
             return (
-                f"{totals['val']:,} of {self._num_images('val'):,} validation images {are_images} too, such as "
+                f"{totals['val']:,} of {len(self.labels('val')):,} validation images {are_images} too, such as "
                 f"{val.path}, which is the same file as {train.path} of the training split. The measured accuracy "
                 "would be too high; remove what is in both from one of them"
             )
@@ -303,7 +293,7 @@ class IssueFinder:
         are_copies = "is a copy of another" if num_copies == 1 else "are copies of others"
         where = "in every epoch" if kind == "train" else "in the accuracy"
         return (
-            f"{num_copies:,} of {self._num_images(kind):,} {SPLIT_WORDS[kind]} images {are_copies} there, such as "
+            f"{num_copies:,} of {len(self.labels(kind)):,} {SPLIT_WORDS[kind]} images {are_copies} there, such as "
             f"{second.path} of {first.path}. A copy counts once more {where}; remove the copies"
         )
 
@@ -327,30 +317,19 @@ class IssueFinder:
                     "The model can't learn them" if split == "train" else "Nothing tells how well they are recognized"
                 )
                 line = (
-                    f"the {SPLIT_WORDS[split]} split has no {things[:-1]} of {len(empty):,} of {self.num_classes:,} "
+                    f"the {SPLIT_WORDS[split]} split has no {things[:-1]} of {len(empty):,} of {len(self.classes):,} "
                     f"classes, such as {self.classes[empty[0]]!r}. {effect}; add images of them"
                 )
                 if self._has_void:
                     line += ", and see that none of them is 255 in the masks, which is void"
                 yield Issue(kind=f"no_{split}", line=line)
 
-    def _is_of(self, split: SplitName) -> np.ndarray:
+    def _is_of(self, split: str) -> np.ndarray:
         return self.in_val() == (split == "val")
-
-    def _num_images(self, split: str) -> int:
-        return int(np.count_nonzero(self.in_val() == (split == "val")))
 
     def short_sides(self) -> np.ndarray:
         """[N] uint32, px: of every image, the training split's first."""
-        return np.minimum(self._rows["height"], self._rows["width"])
-
-    def max_width(self) -> int:
-        """Largest width of all images, px."""
-        return int(self._rows["width"].max())
-
-    def max_height(self) -> int:
-        """Largest height of all images, px."""
-        return int(self._rows["height"].max())
+        return self.sizes().min(axis=1)
 
     def _shown(
         self, contents: np.ndarray, mask: np.ndarray, sizes: np.ndarray, name: str
@@ -363,7 +342,7 @@ class IssueFinder:
         for content in found[np.lexsort((first[found], -sizes[found]))][:_MAX_EXAMPLES].tolist():
             members = np.flatnonzero(contents == content)
             if name in SPLITS:
-                members = members[self.in_val()[members] == (name == "val")]
+                members = members[self._is_of(name)[members]]
             of_split: dict[int, int] = {}
             of_kind: dict[tuple[int, int], int] = {}
             kinds = zip(members.tolist(), self._rows[["val", "label"]][members].tolist(), strict=True)
@@ -378,10 +357,11 @@ class IssueFinder:
     def _images(self, indices: Sequence[int], lookup: Lookup) -> dict[int, FoundImage]:
         images: dict[int, FoundImage] = {}
         for split in SPLITS:
-            wanted = sorted({index for index in indices if self.in_val()[index] == (split == "val")})
+            is_of_split = self._is_of(split)
+            wanted = sorted({index for index in indices if is_of_split[index]})
             if not wanted:
                 continue
-            of_split = np.flatnonzero(self._is_of(split))
+            of_split = np.flatnonzero(is_of_split)
             paths = lookup(split, np.searchsorted(of_split, wanted).tolist())
             for index, path in zip(wanted, paths, strict=True):
                 _, label, height, width, _ = self._rows[index].tolist()
@@ -408,7 +388,7 @@ class IssueFinder:
         reach = _FENCE * (upper_quartile - quartile)
         low = round(math.exp(min(quartile - reach, median - math.log(_FACTOR))), 3)
         high = round(math.exp(max(upper_quartile + reach, median + math.log(_FACTOR))), 3)
-        aspects = np.maximum(self._rows["height"], self._rows["width"]) / sides
+        aspects = self.sizes().max(axis=1) / sides
         found = {
             f"a shorter side below {low:,.0f} px": _worst(sides < low, sides),
             f"a shorter side above {high:,.0f} px": _worst(sides > high, -sides.astype(np.int64)),

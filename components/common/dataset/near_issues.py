@@ -128,7 +128,7 @@ def _change(is_mirrored: bool, is_cropped: bool, is_resized: bool) -> str:
 
 def _entries(images: Indices, finder: IssueFinder, folder: Path) -> dict[int, Mapping[str, Any]]:
     """Entries of the listings by image."""
-    num_train = int((~finder.in_val()).sum())
+    num_train = len(finder.labels("train"))
     entries: dict[int, Mapping[str, Any]] = {}
     for split, start, own in (("train", 0, images < num_train), ("val", num_train, images >= num_train)):
         places = set((images[own] - start).tolist())
@@ -153,7 +153,7 @@ def _listed(found: Mapping[str, _Pairs], entries: Mapping[int, Mapping[str, Any]
 
 def _reasons(pairs: _Pairs, entries: Mapping[int, Mapping[str, Any]], finder: IssueFinder) -> dict[int, str]:
     """Return the reasons why images leave, by place in the validation split."""
-    content, num_train = finder.contents(), int((~finder.in_val()).sum())
+    content, num_train = finder.contents(), len(finder.labels("train"))
     reasons = {}
     for place, (one, other) in reversed(list(enumerate(pairs.images.T.tolist()))):  # the best comes last and stays
         reasons[int(content[other])] = (
@@ -168,7 +168,7 @@ def _shown(
 ) -> tuple[SimilarImages, ...]:
     """Pairs with pictures, the least sure first: whoever looks at them sees whether the rest can be trusted."""
     places = range(len(pairs.changes) - 1, -1, -1)[:_MAX_SHOWN]
-    num_train = int((~finder.in_val()).sum())
+    num_train = len(finder.labels("train"))
     pictures: dict[tuple[str, str], bytes] = {}
     for split, start in (("train", 0), ("val", num_train)):
         images = [int(pairs.images[end, place]) for end in (0, 1) for place in places if _KINDS[kind][end] == split]

@@ -15,6 +15,7 @@ from pydantic import ValidationError, model_validator
 from components.common.contracts.digests import digest_bytes
 from components.common.contracts.manifests import PARTIAL_OUTPUT, prepare_directory
 from components.common.contracts.records import FileEntry, FileName, Record
+from components.common.data.image_files import read_samples
 from components.common.process.partial_output import open_partial
 
 REJECTED = "rejected.jsonl"
@@ -149,17 +150,8 @@ def leave_out(folder: Path, record: ShardRecord, keys: Container[str]) -> ShardR
     tar, index = folder / f"{record.name}.tar", folder / f"{record.name}.idx"
     written = folder / PARTIAL_OUTPUT / tar.name
     num_images, files = 0, dict[str, FileEntry]()
-    with TarWriter(written) as archive, tar.open("rb") as old, index.open(encoding="utf-8") as lines:
-        next(lines)  # version and number of samples
-        for line in lines:
-            parts = list(zip(*[iter(line.split())] * 4, strict=True))  # extension, offset, size and name of each member
-            key = parts[0][3].removesuffix(f".{parts[0][0]}")
-            if key in keys:
-                continue
-            members = {}
-            for extension, offset, size, _ in parts:
-                old.seek(int(offset))
-                members[extension] = old.read(int(size))
+    with TarWriter(written) as archive:
+        for key, members in read_samples(tar, lambda key: key not in keys):
             archive.add(key, members)
             num_images += 1
     # A run that is killed from here on packs the shard again.
