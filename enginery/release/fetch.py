@@ -72,7 +72,7 @@ def read_identity(folder: Path) -> Identity:
         raise EngineryError(
             f"{file} is no manifest of enginery, or is damaged. Write the artifact again", code="manifest-damaged"
         ) from None
-    check_seal(data, file, kind)
+    check_seal(record, data, file, kind)
     for name in files:
         if not is_plain_path(name) or name == MANIFEST:
             raise EngineryError(

@@ -7,6 +7,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -451,7 +452,7 @@ def load_manifest(file: Path, manifest: type[AnyManifest]) -> Artifact[AnyManife
             f"{how_to_renew(kind)}",
             code="invalid-manifest",
         ) from None
-    check_seal(data, file, kind)
+    check_seal(claimed, data, file, kind)
     return Artifact(path=path, manifest=record, digest=digest_bytes(data))
 
 
@@ -582,26 +583,21 @@ def _check_version(record: dict[str, Any], file: Path, kind: str) -> None:
     )
 
 
-def check_seal(data: bytes, file: Path, kind: str) -> None:
-    """Check that a valid manifest is, to the byte, what was sealed: its bytes are the artifact's identity.
+def check_seal(record: dict[str, Any], data: bytes, file: Path, kind: str) -> None:
+    """Check that a valid manifest, `record`, is what was sealed, to the byte: its `data` are the artifact's identity.
 
     Raises:
         EngineryError: it was edited since.
     """
-    record = claims_of(data)
-    if problem := _seal_problem(record, data):
-        message = f"{file} was edited after it was sealed: {problem}. Put the original back, or {how_to_renew(kind)}"
-        raise EngineryError(message, code="broken-seal")
-
-
-def _seal_problem(record: dict[str, Any], data: bytes) -> str:
     seal = record.get("seal")
-    try:
+    problem = f"its content does not fit its seal {seal or '(empty)'}"
+    with suppress(ValueError, RecursionError):  # what has no canonical form, such as 1e999, was never sealed
         if seal == seal_of(record):
-            return "" if data == canonical_json(record) else "its content is the same, its layout is not"
-    except (ValueError, RecursionError):  # what has no canonical form, such as 1e999, was never sealed
-        pass
-    return f"its content does not fit its seal {seal or '(empty)'}"
+            if data == canonical_json(record):
+                return
+            problem = "its content is the same, its layout is not"
+    message = f"{file} was edited after it was sealed: {problem}. Put the original back, or {how_to_renew(kind)}"
+    raise EngineryError(message, code="broken-seal")
 
 
 def file_problem(path: Path, name: str, size_bytes: int, digest: str | None) -> str:
