@@ -1,7 +1,7 @@
 """OpenVINO: INT8 in integer arithmetic, and FP32 as FP32, on CPUs."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
@@ -27,6 +27,7 @@ except ModuleNotFoundError as error:
         "OpenVINO runs models on CPUs and is not installed: pip install openvino", code="library-missing"
     ) from error
 
+LATENCY = {props.hint.performance_mode: props.hint.PerformanceMode.LATENCY}  # of one batch at a time
 _NO_REASONS = ("Exception from", "Check '", "To facilitate")  # begins of lines in OpenVINO's errors
 _PROFILE_S, _MIN_PROFILED = 1.0, 3  # seconds and batches of a profile
 
@@ -82,8 +83,7 @@ def profile_layers(onnx_path: Path, shapes: ShapeSpec, batch_size: int) -> list[
 
     The shortest of some runs counts: what else the machine does only adds to a time.
     """
-    latency = {props.hint.performance_mode: props.hint.PerformanceMode.LATENCY}
-    compiled = compile_file(onnx_path, {**latency, props.enable_profiling: True})
+    compiled = compile_file(onnx_path, {**LATENCY, props.enable_profiling: True})
     nodes = {}
     for operation in compiled.get_runtime_model().get_ordered_ops():
         names = operation.get_rt_info()["originalLayersNames"].astype(str)
@@ -113,7 +113,7 @@ class OpenVINORunner:
         self._shapes = shapes
         self.device = f"{cpu_name()}, {num_cores()} cores"
         self._onnx_path = onnx_path
-        self._compiled = compile_file(onnx_path, {props.hint.performance_mode: props.hint.PerformanceMode.LATENCY})
+        self._compiled = compile_file(onnx_path, LATENCY)
         self._request = self._compiled.create_infer_request()
         self._queues: dict[int, ov.AsyncInferQueue] = {}  # by the number of streams
 
@@ -149,7 +149,7 @@ class OpenVINORunner:
         del self._request, self._compiled
 
 
-def compile_file(onnx_path: Path, hints: dict[str, object]) -> ov.CompiledModel:
+def compile_file(onnx_path: Path, hints: Mapping[str, object]) -> ov.CompiledModel:
     """An ONNX file compiled for the CPU, by OpenVINO's properties.
 
     Raises:

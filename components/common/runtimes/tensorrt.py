@@ -23,6 +23,7 @@ from components.common.runtimes.runner import BenchmarkOptions, Images, OpenMode
 
 _log = logging.getLogger(__name__)
 
+_WARMUP_BATCHES, _PROFILED_BATCHES = 5, 20  # of a profile
 _INSTALL = "run `pip install 'enginery[tensorrt]'` (in a checkout: `make install-tensorrt`)"
 
 
@@ -228,9 +229,7 @@ def tensorrt_logger() -> Any:
     return CollectingLogger()
 
 
-def profile_layers(
-    plan_path: Path, entry: EngineEntry, shapes: ShapeSpec, batch_size: int, runs: int = 20
-) -> list[tuple[str, float]]:
+def profile_layers(plan_path: Path, entry: EngineEntry, shapes: ShapeSpec, batch_size: int) -> list[tuple[str, float]]:
     """Measure the layers of a plan, one after the other: name, as the engine inspector has it, and median milliseconds.
 
     Args:
@@ -238,7 +237,6 @@ def profile_layers(
         entry: What is known of it.
         shapes: Names of the input and output.
         batch_size: Images of a batch, within the plan's profile.
-        runs: Batches measured.
 
     Raises:
         RuntimeUnavailable: TensorRT can't be used here.
@@ -263,8 +261,8 @@ def profile_layers(
     context.set_tensor_address(shapes.input_name, images.data_ptr())
     context.set_tensor_address(shapes.output_name, outputs.data_ptr())
     torch.cuda.synchronize()
-    for number in range(runs + 5):
-        if number == 5:  # the clocks are up by now
+    for number in range(_WARMUP_BATCHES + _PROFILED_BATCHES):
+        if number == _WARMUP_BATCHES:  # the clocks are up by now
             context.profiler = profiler
         if not context.execute_async_v3(stream.cuda_stream):
             message = f"TensorRT failed to enqueue a batch of {batch_size}: {tensorrt_logger().take_errors()}"

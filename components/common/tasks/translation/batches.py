@@ -11,6 +11,7 @@ import torch
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import Artifact, DatasetManifest, file_problem, how_to_renew
 from components.common.data.loader import Batch, LoaderState
+from components.common.tasks.translation.evaluation import Pairs, read_pairs
 from components.common.tasks.translation.vocabulary import BOS, PAD, Vocabulary
 
 LENGTH_STEP = 8  # on GPUs lengths of batches are multiples of it: few shapes, and whole tiles of tensor cores
@@ -94,23 +95,23 @@ class SentenceLoader:
         file = dataset.manifest.text_spec.vocabulary
         vocabulary = Vocabulary.read(dataset.file(file))
         self.num_classes = vocabulary.size
-        lines = [line.split("\t") for line in self._lines()]
-        self._sources, self._targets = (_Sentences([pair[side] for pair in lines], vocabulary) for side in (0, 1))
+        pairs = self._pairs()
+        self._sources, self._targets = (_Sentences([pair[side] for pair in pairs], vocabulary) for side in (0, 1))
         self._longest = np.maximum(self._sources.lengths, self._targets.lengths)
         self._step_size = batch_size * batches_per_step * num_shards
         if training:
-            self._num_steps = len(lines) // self._step_size
+            self._num_steps = len(pairs) // self._step_size
             self.num_batches = self._num_steps * batches_per_step
             self.num_images = self.num_batches * batch_size
             if not self._num_steps:
                 raise UserError(
-                    f"{len(lines)} training pairs are too few for one step of {self._step_size}; set "
-                    f"train.global_batch_size to {len(lines)} or less",
+                    f"{len(pairs)} training pairs are too few for one step of {self._step_size}; set "
+                    f"train.global_batch_size to {len(pairs)} or less",
                     code="too-few-images",
                     setting="train.global_batch_size",
                 )
         else:
-            self.num_images = len(range(shard_id, len(lines), num_shards))
+            self.num_images = len(range(shard_id, len(pairs), num_shards))
             self.num_batches = math.ceil(self.num_images / batch_size)
         self._identity = {
             "split": dataset.manifest.splits[split].digest,  # type: ignore[index]
@@ -175,13 +176,13 @@ class SentenceLoader:
             tensors = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
         return Batch(images=tensors[0], labels=tensors[1], task=self._dataset.manifest.task)
 
-    def _lines(self) -> list[str]:
-        """The pairs of the split, source, tab and target each, as preprocess wrote them."""
+    def _pairs(self) -> Pairs:
+        """The pairs of the split as preprocess wrote them."""
         (name,) = self._dataset.manifest.splits[self._split].shards  # type: ignore[index]
         entry = self._dataset.manifest.files[name]
         if problem := file_problem(self._dataset.path, name, entry.size_bytes, entry.digest):
             raise EngineryError(f"{problem}; {how_to_renew('dataset')}", code="damaged-dataset")
-        return self._dataset.file(name).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        return read_pairs(self._dataset, self._split)
 
     def _resumed(self, state: dict[str, Any]) -> int:
         """Return the batches that a loader of this number of processes would have delivered."""

@@ -58,14 +58,11 @@ class OpenVinoNetwork:
 
     def __init__(self, encoder: Path, step: Path) -> None:
         """Compile both."""
+        from components.common.runtimes.openvino import LATENCY, compile_file
+
         self.device = f"{cpu_name()}, {num_cores()} cores"
-        from openvino import properties as props
-
-        from components.common.runtimes.openvino import compile_file
-
-        latency = {props.hint.performance_mode: props.hint.PerformanceMode.LATENCY}
-        self._encoder = compile_file(encoder, latency).create_infer_request()
-        compiled = compile_file(step, latency)
+        self._encoder = compile_file(encoder, LATENCY).create_infer_request()
+        compiled = compile_file(step, LATENCY)
         self._step = compiled.create_infer_request()
         self._inputs = {name: port for port in compiled.inputs for name in port.get_names()}
         sizes = self._inputs["state"].get_partial_shape()
