@@ -4,6 +4,8 @@ import hashlib
 import json
 import shutil
 import tarfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +25,29 @@ from tests.unit.refusals import refuses
 SPECS = [(32, 32), (40, 32), (60, 60), (110, 96)]
 
 
-def packed(data: Path, output: Path, task: str) -> Dataset:
-    return preprocess(data, output, task=task, near_duplicates="keep", on_leak="warn")
+TASKS = ("segmentation", "detection")
+
+
+def packed(shared: Shared, name: str, write: Callable[[Path], object]) -> tuple[Path, dict[str, Dataset]]:
+    """Data that `write` makes, and a dataset of it for each of TASKS."""
+
+    def build(folder: Path) -> None:
+        write(folder / "data")
+        for task in TASKS:
+            preprocess(folder / "data", folder / task, task=task, near_duplicates="keep", on_leak="warn")
+
+    folder = shared(name, build)
+    return folder / "data", {task: load(folder / task, DatasetManifest) for task in TASKS}
 
 
 @pytest.fixture(scope="module")
 def positions(shared: Shared) -> dict[str, Dataset]:
-    def build(folder: Path) -> None:
-        write_positions(folder / "data")
-        for task in ("segmentation", "detection"):
-            packed(folder / "data", folder / task, task)
-
-    folder = shared("positions", build)
-    return {task: load(folder / task, DatasetManifest) for task in ("segmentation", "detection")}
+    return packed(shared, "positions", write_positions)[1]
 
 
 @pytest.fixture(scope="module")
 def shapes(shared: Shared) -> tuple[Path, dict[str, Dataset]]:
-    def build(folder: Path) -> None:
-        write_shapes(folder / "data", num_train=24, num_val=8, image_size=96, num_workers=1)
-        for task in ("segmentation", "detection"):
-            packed(folder / "data", folder / task, task)
-
-    folder = shared("shapes", build)
-    return folder / "data", {task: load(folder / task, DatasetManifest) for task in ("segmentation", "detection")}
+    return packed(shared, "shapes", partial(write_shapes, num_train=24, num_val=8, image_size=96, num_workers=1))
 
 
 @pytest.mark.parametrize(("resize_size", "crop_size"), SPECS)
@@ -69,7 +70,7 @@ def test_evaluation_moves_labels_as_images(positions: dict[str, Dataset], resize
 def test_training_moves_labels_as_images(positions: dict[str, Dataset], options: dict[str, Any]) -> None:
     augmentation = Augmentation(min_area=0.2, max_aspect_ratio=2.0)
     num_boxes, flipped, sides = 0, set(), set()
-    for task in ("segmentation", "detection"):
+    for task in TASKS:
         loader = Loader(positions[task], "train", plain(80, 80), batch_size=5, augmentation=augmentation, **options)
         for batch in (batch for _ in range(3) for batch in loader):
             sides.add(batch.images.shape[-1])
@@ -120,7 +121,7 @@ def test_boxes_of_shapes_fit_their_masks_after_augmentation(shapes: tuple[Path, 
     """The same seed draws the same crops for both tasks: in each box the mask has its class up to all four edges."""
     _, datasets = shapes
     options: dict[str, Any] = {"batch_size": 8, "augmentation": Augmentation(min_area=0.3), "seed": 1}
-    both = (Loader(datasets[task], "train", plain(96, 96), **options) for task in ("segmentation", "detection"))
+    both = (Loader(datasets[task], "train", plain(96, 96), **options) for task in TASKS)
     num_boxes = 0
     for masks, boxes in zip(*both, strict=True):
         torch.testing.assert_close(masks.images, boxes.images, rtol=0, atol=0)

@@ -76,6 +76,14 @@ def test_each_class_that_is_worse_is_seen_to_be(predict: Predict, num_images: in
     assert changes.num_images[3] == 0 < changes.num_regressed[0]
 
 
+def num_missed(fp32: Predictions, own: Predictions, num_samples: int, sample_size: int) -> int:
+    """Samples of the images whose interval ends below the drop on all of them."""
+    random, drop = np.random.default_rng(5), fp32.score_pct - own.score_pct
+    samples = [random.choice(fp32.num_images, sample_size) for _ in range(num_samples)]
+    uppers = [own.select(which).comparison(fp32.select(which)).drop_upper_points for which in samples]
+    return sum(upper < drop for upper in uppers)
+
+
 @pytest.mark.parametrize(
     ("predict", "wrong", "num_samples", "sample_size", "most"),
     [(boxes, (1.0, 1.2), 40, 100, 6), (masks, (0.10, 0.12), 200, 100, 20), (sentences, (0.10, 0.12), 100, 50, 11)],
@@ -85,11 +93,7 @@ def test_the_interval_covers_the_difference_of_many_images_as_often_as_it_says(
 ) -> None:
     """The one-sided 95 % interval of a sample misses the true drop in at most about 5 of 100."""
     fp32, own = (predict(2000, share, seed) for seed, share in enumerate(wrong, 1))
-    truth, random, missed = fp32.score_pct - own.score_pct, np.random.default_rng(5), 0
-    for _ in range(num_samples):
-        which = random.choice(2000, sample_size)
-        missed += own.select(which).comparison(fp32.select(which)).drop_upper_points < truth
-    assert missed <= most
+    assert num_missed(fp32, own, num_samples, sample_size) <= most
 
 
 @pytest.mark.parametrize("std", [0.1, 0.25, 0.5, 2.0])
@@ -108,12 +112,8 @@ def test_images_that_are_lost_seldom_are_in_the_interval() -> None:
     texts = references(2000 // len(RIGHTS))
     lost = ["" if place % 200 == 0 else text for place, text in enumerate(texts)]
     fp32, own = (TextPredictions.of_texts(said, texts, "en") for said in (texts, lost))
-    truth, random, missed = fp32.score_pct - own.score_pct, np.random.default_rng(5), 0
-    for _ in range(60):
-        which = random.choice(len(texts), 100)
-        missed += own.select(which).comparison(fp32.select(which)).drop_upper_points < truth
-    assert truth > 0.4
-    assert missed <= 6
+    assert fp32.score_pct - own.score_pct > 0.4
+    assert num_missed(fp32, own, 60, 100) <= 6
 
 
 @pytest.mark.parametrize("num_shown", [2, 4, 12])
