@@ -85,8 +85,7 @@ def _clear_after(handle: int) -> None:
     for orphan in orphans:
         with contextlib.suppress(psutil.NoSuchProcess):
             if not _is_shell(orphan):
-                for process in (*orphan.children(recursive=True), orphan):
-                    process.kill()
+                _kill([*orphan.children(recursive=True), orphan])
 
 
 def _is_shell(process: psutil.Process) -> bool:
@@ -105,10 +104,14 @@ def end_children(grace_s: float = 0.0) -> None:
                 child.terminate()
         psutil.wait_procs(children, timeout=grace_s)
         children += psutil.Process().children(recursive=True)  # what they left
-    for child in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+    _kill(children)
     psutil.wait_procs(children, timeout=5.0)
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _end_after(wait: Callable[[], object]) -> None:
@@ -129,7 +132,5 @@ def _wait_for_end(handle: int) -> None:
 
 
 def _end_now() -> None:
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+    _kill(psutil.Process().children(recursive=True))
     os.kill(os.getpid(), signal.SIGKILL)

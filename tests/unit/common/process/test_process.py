@@ -3,19 +3,21 @@
 import io
 import os
 import re
+import subprocess
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pynvml
 import pytest
 import torch
 from rich.console import Console
 
 from components.common.contracts.errors import EXIT_USER_ERROR
-from components.common.process import gpu_monitor, steplog
+from components.common.process import gpu_monitor, lifetime, steplog
 from components.common.process.gpu_monitor import GpuMonitor, GpuReading, monitor_of
 from components.common.process.partial_output import lock_output
 from components.common.process.steplog import EVENTS_VARIABLE, StepLog
@@ -123,6 +125,25 @@ def test_a_process_knows_its_age() -> None:
     before = time.monotonic()
     age_s = float(run_python("-c", code).stdout)
     assert 0.5 <= age_s <= time.monotonic() - before + 0.02
+
+
+def test_a_worker_that_has_ended_meanwhile_keeps_no_other_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = []
+
+    def process(name: str, *children: SimpleNamespace) -> SimpleNamespace:
+        def kill() -> None:
+            if name == "ended":
+                raise psutil.NoSuchProcess(1)
+            killed.append(name)
+
+        return SimpleNamespace(name=lambda: name, kill=kill, children=lambda recursive=False: list(children))
+
+    run = process("run", process("orphan", process("ended"), process("worker")))
+    monkeypatch.setattr(psutil, "Process", lambda: run)
+    monkeypatch.setattr(lifetime, "_TIDYING_S", 0.0)
+    with subprocess.Popen(["true"]) as step:
+        lifetime._clear_after(os.pidfd_open(step.pid))
+    assert killed == ["worker", "orphan"]
 
 
 def test_a_failed_step_says_so_in_one_line(tmp_path: Path) -> None:
