@@ -64,7 +64,7 @@ Metrics = Annotated[dict[str, float], BeforeValidator(lambda value: with_new_nam
 
 
 class Record(BaseModel):
-    """Part of a manifest."""
+    """Part of a manifest, or a record beside them: immutable, without unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -24,15 +24,16 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, date, datetime, timedelta
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from components.common.contracts.digests import canonical_json
 from components.common.contracts.environment import utc_now
 from components.common.contracts.errors import EngineryError, UserError, shortened, shown
 from components.common.contracts.manifests import first_problem, write_atomically
+from components.common.contracts.records import Record
 from components.common.registry.keys import (
     KEY_VARIABLE,
     PASSPHRASE_VARIABLE,
@@ -67,10 +68,14 @@ def approval_file(environment: str) -> str:
     return f"approval-{environment}.dsse.json"
 
 
-class TrustedKey(BaseModel):
-    """A public key, and what its owner may sign."""
+def _absolute(file: Path) -> Path:
+    if not file.is_absolute():
+        raise ValueError(f"{file} must be an absolute path: others can fill the folder that a command runs in")
+    return file
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+
+class TrustedKey(Record):
+    """A public key, and what its owner may sign."""
 
     public_key: str = Field(description="ECDSA P-256, in PEM.")
     signs: tuple[Literal["verdict", "model", "shadow"], ...] = Field(
@@ -86,29 +91,22 @@ class TrustedKey(BaseModel):
         return text
 
 
-class TrustedIdentity(BaseModel):
+class TrustedIdentity(Record):
     """An identity that signs folders of models without a key, by certificates of a Sigstore."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     identity: str = Field(min_length=1, description="Subject of the certificate: a URI or mail address.")
     issuer: str = Field(min_length=1, description="Address of the OpenID Connect issuer that vouches for it.")
-    sigstore: Path = Field(description="File with the Sigstore's client trust configuration, in JSON.")
+    sigstore: Annotated[Path, AfterValidator(_absolute)] = Field(
+        description="File with the Sigstore's client trust configuration, in JSON."
+    )
     expires: date = Field(description="The day from which on nothing counts that it signed, whenever that was.")
-
-    @field_validator("sigstore")
-    @classmethod
-    def _check_file(cls, file: Path) -> Path:
-        return _absolute(file)
 
 
 _Signer = TypeVar("_Signer", TrustedKey, TrustedIdentity)
 
 
-class TrustPolicy(BaseModel):
+class TrustPolicy(Record):
     """Whose signatures count on this machine."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     environment: str = Field(
         "", pattern=r"^[\w-]*$", description="What this machine is part of; empty where nobody need approve a version."
@@ -140,12 +138,6 @@ class TrustPolicy(BaseModel):
                 'that this machine can write, or to "" where versions are pinned by digest'
             )
         return self
-
-
-def _absolute(file: Path) -> Path:
-    if not file.is_absolute():
-        raise ValueError(f"{file} must be an absolute path: others can fill the folder that a command runs in")
-    return file
 
 
 def find_policy() -> TrustPolicy | None:
@@ -204,14 +196,14 @@ def check_chain(
         return
     if "bundle" not in digests:
         raise _refusal(what, "its manifest names no bundle, so no verdict and no approval is on it", "no-bundle")
-    _, predicate = _checked(policy, what, statements, VERDICT, "verdict", "", digests)
+    predicate = _checked(policy, what, statements, VERDICT, "verdict", "", digests)
     if predicate.get("passed") is not True:
         raise _refusal(what, "the signed verdict on it is no pass", "verdict-not-passed")
     environment = policy.environment if environment is None else environment
     if not environment:
         return
     file = approval_file(environment)
-    _, predicate = _checked(policy, what, statements, file, "approval", environment, digests)
+    predicate = _checked(policy, what, statements, file, "approval", environment, digests)
     if predicate.get("environment") != environment:
         raise _refusal(
             what,
@@ -294,8 +286,8 @@ def _checked(
     kind: Kind,
     environment: str,
     digests: Mapping[str, str],
-) -> tuple[str, dict[str, Any]]:
-    """The key's name and the predicate of a statement, whose signature and subjects are right."""
+) -> dict[str, Any]:
+    """The predicate of a statement, whose signature and subjects are right."""
     if file not in statements:
         missing, fix = {
             "verdict": ("the gate signed no verdict", f"Run the gate with {KEY_VARIABLE} set"),
@@ -333,7 +325,7 @@ def _checked(
                 f"{file} is about the {part} {subjects.get(part, 'of no digest')}, and this is {digest}",
                 "statement-other-digest",
             )
-    return name, predicate
+    return predicate
 
 
 def _check_right(policy: TrustPolicy, what: str, name: str, right: Right, environment: str = "") -> None:
