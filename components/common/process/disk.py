@@ -12,14 +12,24 @@ from components.common.contracts.errors import EngineryError, UserError
 
 _FULL_BYTES = 256 << 10  # less is free only where something has just failed to write
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_TOO_LARGE_WORDS = re.compile(r"file too large|os error 27\b", re.IGNORECASE)
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 # What libraries make of ENOSPC when they don't raise OSError: SQLite, Rust (safetensors), C++ (OpenVINO, protobuf).
 _NO_SPACE_WORDS = re.compile(r"no space left|disk is full|os error 28\b|disk quota exceeded", re.IGNORECASE)
-
 _READ_ONLY_WORDS = re.compile("readonly database|unable to open database file")  # SQLite's
 _NOT_ALLOWED_WORDS = re.compile(r"\[Errno (?:1|13|30)\] ([\w -]+): ['\"](.+?)['\"]")  # in the list of shutil.copytree
-_LOCKED_WORDS = "database is locked"  # SQLite's, too
+# Code of an error -> words that tell of it, whoever raised it, and what to say then.
+_BY_WORDS = {
+    "database-locked": (
+        re.compile("database is locked"),  # SQLite's
+        "another process keeps MLflow's database locked; wait until it is done, or end it",
+    ),
+    "file-too-large": (
+        re.compile(r"file too large|os error 27\b", re.IGNORECASE),
+        "a file would be larger than this shell or the disk allows; raise the limit (ulimit -f unlimited), or write to "
+        "another disk",
+    ),
+}
+_AGAIN = "then run the same command again (finished steps are kept)"
 
 
 def explain(error: BaseException, place: Path) -> EngineryError | None:
@@ -29,7 +39,7 @@ def explain(error: BaseException, place: Path) -> EngineryError | None:
         error: what was caught.
         place: where the process writes, for errors that don't name a file.
     """
-    return out_of_space(error, place) or _refused(error, place) or _locked(error) or _limited(error) or full(place)
+    return out_of_space(error, place) or _refused(error, place) or _by_words(error) or full(place)
 
 
 def out_of_space(error: BaseException, place: Path) -> EngineryError | None:
@@ -63,26 +73,11 @@ def _refused(error: BaseException, place: Path) -> EngineryError | None:
     return None
 
 
-def _locked(error: BaseException) -> EngineryError | None:
-    """Return the error of an SQLite file that another process holds."""
-    if any(_LOCKED_WORDS in str(cause) for cause in _causes(error)):
-        return EngineryError(
-            "another process keeps MLflow's database locked; wait until it is done, or end it, then run the same "
-            "command again (finished steps are kept)",
-            code="database-locked",
-        )
-    return None
-
-
-def _limited(error: BaseException) -> EngineryError | None:
-    """Return the error of a file that is larger than this process may write."""
-    if any(_TOO_LARGE_WORDS.search(str(cause)) for cause in _causes(error)):
-        return EngineryError(
-            "a file would be larger than this shell or the disk allows; raise the limit (ulimit -f unlimited), or "
-            "write to another disk, then run the same command again (finished steps are kept)",
-            code="file-too-large",
-        )
-    return None
+def _by_words(error: BaseException) -> EngineryError | None:
+    """Return the error of an SQLite file that another process holds, or of a file larger than this one may write."""
+    said = "\n".join(map(str, _causes(error)))
+    code = next((code for code, (words, _) in _BY_WORDS.items() if words.search(said)), "")
+    return EngineryError(f"{_BY_WORDS[code][1]}, {_AGAIN}", code=code) if code else None
 
 
 def full(place: Path) -> EngineryError | None:
@@ -95,7 +90,7 @@ def no_space(place: Path) -> EngineryError:
     """Return the error of a full disk."""
     return EngineryError(
         f"no space left on {_mount_point(place)}: {_free_bytes(place) / 1e6:.1f} MB free; free space or "
-        "write to a larger disk (runs: set ENGINERY_HOME), then run the same command again (finished steps are kept)",
+        f"write to a larger disk (runs: set ENGINERY_HOME), {_AGAIN}",
         code="no-space",
     )
 
