@@ -320,9 +320,7 @@ class Registry:
             root = self._root(version)
             if urlparse(root).scheme in ("", "file"):
                 return read_statements(Path(url2pathname(urlparse(root).path)))
-            listed = mlflow.artifacts.list_artifacts(artifact_uri=root, **at)
-            sizes = {Path(entry.path).name: int(entry.file_size or 0) for entry in listed if not entry.is_dir}
-            for name in statement_names(sizes):
+            for name in statement_names(list_files(root, **at)):
                 mlflow.artifacts.download_artifacts(artifact_uri=f"{root}/{name}", dst_path=folder, **at)
             return read_statements(Path(folder))
 
@@ -451,13 +449,15 @@ def _check_room(uri: str, file: str, folder: Path, tracking_uri: str) -> None:
             )
 
 
-def list_files(uri: str) -> dict[str, int]:
+def list_files(uri: str, tracking_uri: str | None = None) -> dict[str, int]:
     """Sizes of the files right below any URI that MLflow has a client for, by name, as the store tells them.
+
+    `tracking_uri` is of the server that may stand before the store; None for the process's own.
 
     Raises:
         Exception: whatever that client raises.
     """
-    found = mlflow.artifacts.list_artifacts(artifact_uri=uri)
+    found = mlflow.artifacts.list_artifacts(artifact_uri=uri, tracking_uri=tracking_uri)
     return {Path(entry.path).name: int(entry.file_size or 0) for entry in found if not entry.is_dir}
 
 

@@ -55,9 +55,8 @@ def split_scheme(uri: str) -> tuple[str, str | None]:
 
 def without_folders(uri: str) -> str:
     """A URI as it may leave the machine: of a file no more than its name."""
-    if not uri.startswith("sqlite:///"):
-        return uri
-    return f"sqlite:///{Path(uri.removeprefix('sqlite:///').split('?')[0]).name}"
+    file = sqlite_file(uri)
+    return uri if file is None else f"sqlite:///{file.name}"
 
 
 def beside_database(uri: str) -> str | None:

@@ -158,8 +158,7 @@ class StepRun:
         profile = json.dumps({"num_images": num_images})
         source = json.dumps({"digest": digest})
         dataset = Dataset(name, short_digest(digest), source_type="enginery", source=source, profile=profile)
-        tags = [InputTag("mlflow.data.context", context)]
-        inputs = [DatasetInput(dataset, tags)]
+        inputs = [DatasetInput(dataset, [InputTag("mlflow.data.context", context)])]
         try:
             self.client.log_inputs(self.run_id, datasets=inputs)
         except MlflowException as error:
@@ -179,8 +178,7 @@ class StepRun:
             params={"file": accuracy.file, "size_bytes": str(accuracy.size_bytes), "device": accuracy.device},
             model_type="classifier",
         )
-        metrics = {"score_pct": accuracy.score_pct, "top5_pct": accuracy.top5_pct}
-        metrics["delta_points"] = accuracy.delta_points
+        metrics = {name: getattr(accuracy, name) for name in ("score_pct", "top5_pct", "delta_points")}
         for row in benchmark:
             suffix = f"b{row.batch_size}"
             if not row.is_plain:

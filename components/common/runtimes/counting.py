@@ -196,8 +196,8 @@ def training_memory(
             for batch_size in (_MIN_TRACED, 2 * _MIN_TRACED)  # 16-bit copies of weights and anchors don't grow
         )
     per_image = (more - kept) // _MIN_TRACED
-    all_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
-    trained_bytes = sum(each.numel() * each.element_size() for each in model.parameters() if each.requires_grad)
+    all_bytes = sum(each.nbytes for each in model.state_dict().values())
+    trained_bytes = sum(each.nbytes for each in model.parameters() if each.requires_grad)
     fixed = kept - _MIN_TRACED * per_image + all_bytes + (1 + num_moments) * trained_bytes
     return TrainingMemory(per_image_bytes=max(per_image, 1), fixed_bytes=fixed)
 
