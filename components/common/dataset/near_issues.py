@@ -176,7 +176,7 @@ def _shown(
         pictures |= {(split, one.path): one.data for one in small}
     shown = []
     for place in places:
-        ends = [entries[image] for image in pairs.images[:, place].tolist()]
+        ends = list(zip(_KINDS[kind], (entries[image] for image in pairs.images[:, place].tolist()), strict=True))
         found = tuple(
             FoundImage(
                 split=split,
@@ -185,9 +185,9 @@ def _shown(
                 height=entry["height"],
                 width=entry["width"],
             )
-            for split, entry in zip(_KINDS[kind], ends, strict=True)
+            for split, entry in ends
         )
-        own = tuple(pictures.get((split, entry["path"]), b"") for split, entry in zip(_KINDS[kind], ends, strict=True))
+        own = tuple(pictures.get((split, entry["path"]), b"") for split, entry in ends)
         shown.append(
             SimilarImages(
                 images=found, pictures=own, correlation=float(pairs.correlation[place]), change=pairs.changes[place]
