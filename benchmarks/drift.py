@@ -8,7 +8,6 @@ A small network learns the training split and is exported and validated by the s
 of the validation split; draws of 1,000 images without replacement come from the other.
 """
 
-import io
 import math
 import shutil
 import tempfile
@@ -46,6 +45,7 @@ from components.common.data.baseline import (
     baseline_file,
     make_baseline,
 )
+from components.common.data.image_files import encode_image, rgb
 from components.common.data.loader import Loader
 from components.common.process.steplog import StepLog
 from components.export.config import ExportConfig
@@ -72,9 +72,7 @@ NUM_EPOCHS = 30
 
 def changed(image: bytes, change: Callable[[Image.Image], Image.Image]) -> bytes:
     """The image after a change, without losses."""
-    file = io.BytesIO()
-    change(Image.open(io.BytesIO(image)).convert("RGB")).save(file, "PNG")
-    return file.getvalue()
+    return encode_image(change(rgb(image)), "PNG")
 
 
 CHANGES: Mapping[str, Callable[[Image.Image], Image.Image]] = {

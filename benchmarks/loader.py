@@ -7,7 +7,6 @@ Makes the images first, in --work; an earlier run's are used again. Both deliver
 float32 batches, on the GPU where there is one. torchvision runs with the number of workers that suits it best.
 """
 
-import io
 import itertools
 import multiprocessing
 import statistics
@@ -125,12 +124,10 @@ def make_data(folder: Path, num_images: int, max_short_side: int = 0) -> None:
 def _write_image(task: tuple[Path, int]) -> None:
     folder, index = task
     label = index % _NUM_CLASSES
-    buffer = io.BytesIO()
     image = texture_image(np.random.default_rng(index), label, _WIDTH).crop((0, 0, _WIDTH, _HEIGHT))
-    image.save(buffer, "JPEG", quality=_QUALITY)
     path = folder / str(label) / f"{index:06d}.jpg"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(buffer.getvalue())
+    image.save(path, quality=_QUALITY)
 
 
 def torchvision_loader(

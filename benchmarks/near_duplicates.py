@@ -21,6 +21,7 @@ from PIL import Image, ImageEnhance, ImageOps
 from benchmarks.packing import _preprocess
 from benchmarks.results import Results, result_options
 from components.common.contracts.environment import num_cores
+from components.common.data.image_files import encode_image
 from components.common.dataset.near_duplicates import find_near_pairs
 from components.common.dataset.shards import THUMBNAIL_SIDE
 from components.preprocess.decoding import gray_thumbnail
@@ -36,9 +37,7 @@ Random = np.random.Generator
 
 
 def _jpeg(image: Image.Image, quality: int) -> bytes:
-    encoded = io.BytesIO()
-    image.save(encoded, "JPEG", quality=quality)
-    return encoded.getvalue()
+    return encode_image(image, "JPEG", quality=quality)
 
 
 def _resized(image: Image.Image, random: Random) -> Image.Image:

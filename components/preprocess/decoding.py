@@ -1,12 +1,11 @@
 """Decode every image fully before it is packed: orientation, damage that DALI stops at, sums over pixels."""
 
-import io
 import math
 from operator import add
 
 from PIL import Image
 
-from components.common.data.image_files import open_image
+from components.common.data.image_files import encode_image, open_image
 from components.common.data.read_alike import Rejected, check_structure, rejecting
 from components.common.dataset.shards import THUMBNAIL_SIDE
 
@@ -114,6 +113,5 @@ def shrink(image: Image.Image, max_short_side: int, quality: int) -> tuple[bytes
     """
     scale = max_short_side / min(image.size)
     width, height = (max(max_short_side, round(side * scale)) for side in image.size)
-    encoded = io.BytesIO()
-    image.resize((width, height), Image.Resampling.LANCZOS).save(encoded, "JPEG", quality=quality)
-    return encoded.getvalue(), open_image(encoded.getvalue()).convert("RGB")
+    data = encode_image(image.resize((width, height), Image.Resampling.LANCZOS), "JPEG", quality=quality)
+    return data, open_image(data).convert("RGB")

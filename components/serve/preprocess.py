@@ -1,6 +1,5 @@
 """Encoded images in, what the network takes out: the first model of the ensemble."""
 
-import io
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from PIL import Image
 from components.common.contracts.errors import UserError
 from components.common.data.baseline import baseline_file, image_statistics
 from components.common.data.dali_pipelines import ImageBatches, LoadedImage
-from components.common.data.image_files import upright_size
+from components.common.data.image_files import encode_image, upright_size
 from components.common.tasks import TASKS
 from components.serve.admission_control import PendingRequests, refusal
 from components.serve.repository_check import SIZES_TENSOR, STATISTICS_TENSOR, open_from
@@ -38,9 +37,7 @@ class TritonPythonModel:
         self._sends_sizes = not TASKS[manifest.task].classifies
         self._counts = baseline_file(manifest.precision) in manifest.files
         self._images = ImageBatches(manifest.image_transform, min(_MOST_DECODED, manifest.image_shapes.max_batch))
-        buffer = io.BytesIO()
-        Image.new("RGB", (64, 64), "white").save(buffer, "JPEG")
-        self._images.load_each([buffer.getvalue()], ["warm-up"])
+        self._images.load_each([encode_image(Image.new("RGB", (64, 64), "white"), "JPEG")], ["warm-up"])
         name = args["model_name"]
         network = name.removesuffix("_preprocess") + "_model"
         self._pending = PendingRequests([name, network], args["model_config"])

@@ -3,13 +3,13 @@
 Source: UCI "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak, 1998), its test part
 """
 
-import io
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from components.common.data.image_files import encode_image
 from enginery.datasets import DatasetSummary, is_written, write_dataset, write_whole
 
 IMAGE_SIZE = 32  # px, from 8
@@ -41,6 +41,4 @@ def _jpeg(image: np.ndarray) -> bytes:
     """JPEG bytes, 32x32 grayscale, of an [8, 8] image with values 0..16."""
     levels = np.rint(image * (255 / 16)).astype(np.uint8)
     enlarged = Image.fromarray(levels).resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BICUBIC)
-    buffer = io.BytesIO()
-    enlarged.save(buffer, "JPEG", quality=JPEG_QUALITY)
-    return buffer.getvalue()
+    return encode_image(enlarged, "JPEG", quality=JPEG_QUALITY)

@@ -1,6 +1,5 @@
 """Shapes: a dataset of any size of coloured shapes on textured ground, with exact boxes and masks."""
 
-import io
 import json
 import math
 from collections.abc import Callable, Iterable
@@ -13,6 +12,7 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw
 
 from components.common.contracts.manifests import write_atomically
+from components.common.data.image_files import encode_image
 from enginery.datasets import (
     SPLITS,
     DatasetSummary,
@@ -221,13 +221,11 @@ def _write_task(task: ImageTask) -> list[Entry]:
         rng = np.random.default_rng((task.seed, task.split, index))
         image, labels, objects = shape_image(rng, task.image_size)
         for path, picture, options in (
-            (task.folder / "images" / f"{index:06d}.jpg", image, {"format": "JPEG", "quality": JPEG_QUALITY}),
-            (task.folder / "masks" / f"{index:06d}.png", Image.fromarray(labels), {"format": "PNG"}),
+            (task.folder / "images" / f"{index:06d}.jpg", image, {"kind": "JPEG", "quality": JPEG_QUALITY}),
+            (task.folder / "masks" / f"{index:06d}.png", Image.fromarray(labels), {"kind": "PNG"}),
         ):
             if not is_written(path):
-                buffer = io.BytesIO()
-                picture.save(buffer, **options)
-                write_whole(path, buffer.getvalue())
+                write_whole(path, encode_image(picture, **options))
         entry = {"id": index, "file_name": f"{index:06d}.jpg", "width": task.image_size, "height": task.image_size}
         entries.append((entry, [{"image_id": index, **_annotation(*each)} for each in objects]))
     return entries

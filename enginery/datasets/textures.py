@@ -1,6 +1,5 @@
 """Textures: a dataset of any size of procedural images that a ResNet-50 learns, but not to perfection."""
 
-import io
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFilter
 
+from components.common.data.image_files import encode_image
 from enginery.datasets import (
     SPLITS,
     DatasetSummary,
@@ -368,6 +368,4 @@ def _write_task(task: ImageTask) -> None:
 def texture_jpeg(seed: int, split: int, class_index: int, index: int, image_size: int) -> bytes:
     """JPEG bytes of one image, a function of these numbers alone."""
     rng = np.random.default_rng((seed, split, class_index, index))
-    buffer = io.BytesIO()
-    texture_image(rng, class_index, image_size).save(buffer, "JPEG", quality=JPEG_QUALITY)
-    return buffer.getvalue()
+    return encode_image(texture_image(rng, class_index, image_size), "JPEG", quality=JPEG_QUALITY)

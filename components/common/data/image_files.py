@@ -91,13 +91,18 @@ def as_seen(image: Image.Image, transform: TransformSpec) -> Image.Image:
     return image.crop((left, top, left + transform.crop_size, top + transform.crop_size))
 
 
+def encode_image(image: Image.Image, kind: str, **options: Any) -> bytes:
+    """The content of a file of this image, such as one of the kind "JPEG" with a quality."""
+    encoded = io.BytesIO()
+    image.save(encoded, kind, **options)
+    return encoded.getvalue()
+
+
 def thumbnail(image: Image.Image, *, max_side: int, exact_side: int) -> bytes:
     """A small JPEG of an image in RGB; a PNG of one whose sides have `exact_side` pixels or less."""
     is_small = max(image.size) <= exact_side
     image.thumbnail((max_side, max_side))
-    encoded = io.BytesIO()
-    image.save(encoded, "PNG" if is_small else "JPEG", quality=80)
-    return encoded.getvalue()
+    return encode_image(image, "PNG" if is_small else "JPEG", quality=80)
 
 
 def decoder_reason(error: RuntimeError) -> str:

@@ -1,6 +1,5 @@
 """The files that Pillow, which checks images, and DALI, which decodes them later, read alike; PNG of the others."""
 
-import io
 import struct
 import warnings
 import zlib
@@ -12,7 +11,7 @@ from PIL import Image, UnidentifiedImageError
 
 from components.common.contracts.errors import UserError
 from components.common.contracts.foreign import LFS_POINTER, MAX_PIXELS
-from components.common.data.image_files import TIFF_MODES, open_image, orientation, upright_rgb
+from components.common.data.image_files import TIFF_MODES, encode_image, open_image, orientation, upright_rgb
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PREFIX = b"Exif\x00\x00"
@@ -266,10 +265,8 @@ def rejecting(data: bytes) -> Iterator[None]:
 
 def as_png(image: Image.Image) -> bytes:
     """Encode as PNG, which BMP, TIFF and the few other files become that DALI reads in its own way."""
-    encoded = io.BytesIO()
     image.info.clear()  # colour profiles and the like, which nobody reads later
-    image.save(encoded, "PNG", compress_level=1)
-    return encoded.getvalue()
+    return encode_image(image, "PNG", compress_level=1)
 
 
 def check_encoded(data: bytes, name: str) -> tuple[bytes, int]:

@@ -36,12 +36,6 @@ def write_tree(root: Path, counts: Mapping[str, int], **options: int) -> Path:
     return root
 
 
-def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
-    encoded = io.BytesIO()
-    image.save(encoded, kind, **options)
-    return encoded.getvalue()
-
-
 def listing(dataset: Dataset, split: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in dataset.file(f"{split}.jsonl").read_text(encoding="utf-8").splitlines()]
 

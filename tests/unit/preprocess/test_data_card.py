@@ -16,7 +16,7 @@ from PIL import Image
 from wds2idx import IndexCreator
 
 from components.common.contracts.records import DatasetStatistics, Split
-from components.common.data.image_files import thumbnail
+from components.common.data.image_files import encode_image, thumbnail
 from components.common.dataset.data_card import (
     Card,
     Rejections,
@@ -28,7 +28,7 @@ from components.common.dataset.data_card import (
 )
 from components.common.dataset.data_issues import SPLITS, IssueFinder, SideHistogram
 
-from .builders import member, saved, write_tar
+from .builders import member, write_tar
 
 DIGESTS = {"train": "sha256:" + "1a" * 32, "val": "sha256:" + "2b" * 32}
 Entry = dict[str, Any]
@@ -43,7 +43,7 @@ def entries(split: str, labels: Sequence[int]) -> list[Entry]:
 
 def noise(height: int, width: int, image_format: str = "JPEG") -> bytes:
     pixels = np.random.default_rng(height * width).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return saved(Image.fromarray(pixels), image_format)
+    return encode_image(Image.fromarray(pixels), image_format)
 
 
 def card(

@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 
 from components.common.contracts.transforms import Augmentation
 from components.common.data.dali_pipelines import ImageBatches, load_image
-from components.common.data.image_files import rgb, upright_size
+from components.common.data.image_files import encode_image, rgb, upright_size
 from components.common.data.loader import Loader
 from components.common.data.read_alike import Rejected, as_png, check_encoded, decode
 from components.common.runtimes.runner import to_numpy
@@ -24,7 +24,7 @@ from tests.processes import ROOT, run_python
 from tests.unit.positions import plain
 from tests.unit.refusals import refuses
 
-from .builders import gradient, listing, rejected, saved, write_tree
+from .builders import gradient, listing, rejected, write_tree
 
 SIDE = 24
 MAKE, X_RESOLUTION, ORIENTATION, SOFTWARE = 0x10F, 0x11A, 0x112, 0x131
@@ -49,7 +49,7 @@ def with_bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.jpg").write_text("this is no image\n" * 20)
     (folder / "empty.jpg").write_bytes(b"")
     gradient().save(folder / "anim.gif")
-    jpeg, png = saved(gradient(480, 640), "JPEG"), saved(gradient(), "PNG")
+    jpeg, png = encode_image(gradient(480, 640), "JPEG"), encode_image(gradient(), "PNG")
     (folder / "truncated.jpg").write_bytes(jpeg[: len(jpeg) // 2])
     # Pillow reads the next two without a word, DALI stops at them.
     (folder / "no_end.png").write_bytes(png[:-12])
@@ -98,7 +98,7 @@ def exif(orientation: int) -> Image.Exif:
 
 def plain_cmyk(image: Image.Image) -> bytes:
     """Inks as they are, without the marker by which Adobe says that it writes them inverted."""
-    data = saved(image.convert("CMYK"), "JPEG", quality=95)
+    data = encode_image(image.convert("CMYK"), "JPEG", quality=95)
     marker = data.index(b"\xff\xee")
     return data[:marker] + data[marker + 2 + int.from_bytes(data[marker + 2 : marker + 4]) :]
 
@@ -114,40 +114,40 @@ def gray16(image: Image.Image) -> Image.Image:
 XMP = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'  # which neither DALI nor torchvision looks at
 IMAGE = gradient()
 GOOD: dict[str, bytes] = {
-    "rgb.jpg": saved(IMAGE, "JPEG", quality=95),
-    "progressive.jpg": saved(IMAGE, "JPEG", progressive=True),
-    "gray.jpg": saved(IMAGE.convert("L"), "JPEG"),
-    "cmyk.jpg": saved(IMAGE.convert("CMYK"), "JPEG", quality=95),
-    "mpo.jpg": saved(IMAGE, "MPO", save_all=True, append_images=[IMAGE]),
-    "rgb.png": saved(IMAGE, "PNG"),
-    **{f"{mode}.png": saved(IMAGE.convert(mode), "PNG") for mode in ("RGBA", "LA", "P", "1")},
-    "gray16.png": saved(gray16(IMAGE), "PNG"),
-    "png_named.jpg": saved(IMAGE, "PNG"),
-    "lossy.webp": saved(IMAGE, "WEBP", quality=95),
-    "lossless.webp": saved(IMAGE.convert("RGBA"), "WEBP", lossless=True),
-    "rgb.bmp": saved(IMAGE, "BMP"),
-    "palette.bmp": saved(IMAGE.convert("P"), "BMP"),
-    "plain.tif": saved(IMAGE, "TIFF"),
-    "lzw.tif": saved(IMAGE, "TIFF", compression="tiff_lzw"),
-    "bits.tif": saved(IMAGE.convert("1"), "TIFF"),
-    "fax.tif": saved(IMAGE.convert("1"), "TIFF", compression="group4"),
-    "jpeg.tiff": saved(IMAGE, "TIFF", compression="jpeg"),
-    "gray16.tif": saved(gray16(IMAGE), "TIFF"),
-    "trailing.jpg": saved(IMAGE, "JPEG") + b"appended by some tool",
-    "UPPER.JPG": saved(IMAGE, "JPEG"),
-    "no_suffix": saved(IMAGE, "JPEG"),
-    "tiny.png": saved(IMAGE.crop((0, 0, 1, 1)), "PNG"),
-    "thin.png": saved(IMAGE.crop((0, 0, 64, 1)), "PNG"),
-    **{f"exif{number}.jpg": saved(IMAGE, "JPEG", quality=95, exif=exif(number)) for number in range(1, 9)},
-    "exif6.png": saved(IMAGE, "PNG", exif=exif(6)),
-    "exif8.webp": saved(IMAGE, "WEBP", quality=95, exif=exif(8)),
-    "xmp6.jpg": saved(IMAGE, "JPEG", quality=95, xmp=XMP),
-    "xmp6.webp": saved(IMAGE, "WEBP", quality=95, xmp=XMP),
+    "rgb.jpg": encode_image(IMAGE, "JPEG", quality=95),
+    "progressive.jpg": encode_image(IMAGE, "JPEG", progressive=True),
+    "gray.jpg": encode_image(IMAGE.convert("L"), "JPEG"),
+    "cmyk.jpg": encode_image(IMAGE.convert("CMYK"), "JPEG", quality=95),
+    "mpo.jpg": encode_image(IMAGE, "MPO", save_all=True, append_images=[IMAGE]),
+    "rgb.png": encode_image(IMAGE, "PNG"),
+    **{f"{mode}.png": encode_image(IMAGE.convert(mode), "PNG") for mode in ("RGBA", "LA", "P", "1")},
+    "gray16.png": encode_image(gray16(IMAGE), "PNG"),
+    "png_named.jpg": encode_image(IMAGE, "PNG"),
+    "lossy.webp": encode_image(IMAGE, "WEBP", quality=95),
+    "lossless.webp": encode_image(IMAGE.convert("RGBA"), "WEBP", lossless=True),
+    "rgb.bmp": encode_image(IMAGE, "BMP"),
+    "palette.bmp": encode_image(IMAGE.convert("P"), "BMP"),
+    "plain.tif": encode_image(IMAGE, "TIFF"),
+    "lzw.tif": encode_image(IMAGE, "TIFF", compression="tiff_lzw"),
+    "bits.tif": encode_image(IMAGE.convert("1"), "TIFF"),
+    "fax.tif": encode_image(IMAGE.convert("1"), "TIFF", compression="group4"),
+    "jpeg.tiff": encode_image(IMAGE, "TIFF", compression="jpeg"),
+    "gray16.tif": encode_image(gray16(IMAGE), "TIFF"),
+    "trailing.jpg": encode_image(IMAGE, "JPEG") + b"appended by some tool",
+    "UPPER.JPG": encode_image(IMAGE, "JPEG"),
+    "no_suffix": encode_image(IMAGE, "JPEG"),
+    "tiny.png": encode_image(IMAGE.crop((0, 0, 1, 1)), "PNG"),
+    "thin.png": encode_image(IMAGE.crop((0, 0, 64, 1)), "PNG"),
+    **{f"exif{number}.jpg": encode_image(IMAGE, "JPEG", quality=95, exif=exif(number)) for number in range(1, 9)},
+    "exif6.png": encode_image(IMAGE, "PNG", exif=exif(6)),
+    "exif8.webp": encode_image(IMAGE, "WEBP", quality=95, exif=exif(8)),
+    "xmp6.jpg": encode_image(IMAGE, "JPEG", quality=95, xmp=XMP),
+    "xmp6.webp": encode_image(IMAGE, "WEBP", quality=95, xmp=XMP),
     "plain_cmyk.jpg": plain_cmyk(IMAGE),
-    "animated.png": saved(IMAGE, "PNG", **second_frame(IMAGE)),
-    "poster.png": saved(IMAGE, "PNG", default_image=True, **second_frame(IMAGE)),
-    "animated.webp": saved(IMAGE, "WEBP", lossless=True, **second_frame(IMAGE)),
-    "pages.tif": saved(IMAGE, "TIFF", **second_frame(IMAGE)),
+    "animated.png": encode_image(IMAGE, "PNG", **second_frame(IMAGE)),
+    "poster.png": encode_image(IMAGE, "PNG", default_image=True, **second_frame(IMAGE)),
+    "animated.webp": encode_image(IMAGE, "WEBP", lossless=True, **second_frame(IMAGE)),
+    "pages.tif": encode_image(IMAGE, "TIFF", **second_frame(IMAGE)),
 }
 BECOME_PNG = {name for name in GOOD if name.endswith((".bmp", ".tif", ".tiff"))} | {"plain_cmyk.jpg", "poster.png"}
 
@@ -206,13 +206,13 @@ BLACK = Image.new("RGB", PICTURE.size)
 
 
 def jpeg(*blocks: bytes) -> bytes:
-    data = saved(PICTURE, "JPEG", quality=95)
+    data = encode_image(PICTURE, "JPEG", quality=95)
     segments = b"".join(b"\xff\xe1" + struct.pack(">H", len(one) + 2) + one for one in blocks)
     return data[:20] + segments + data[20:]
 
 
 def png(*chunks: tuple[bytes, bytes], before: bytes = b"IDAT") -> bytes:
-    data = saved(PICTURE, "PNG")
+    data = encode_image(PICTURE, "PNG")
     place = data.index(before) - 4
     added = b"".join(
         struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
@@ -222,7 +222,7 @@ def png(*chunks: tuple[bytes, bytes], before: bytes = b"IDAT") -> bytes:
 
 
 def webp(**options: Any) -> bytes:
-    return saved(PICTURE, "WEBP", quality=95, **options)
+    return encode_image(PICTURE, "WEBP", quality=95, **options)
 
 
 def imagemagick_png() -> bytes:
@@ -244,7 +244,7 @@ AS_IT_IS: dict[str, bytes] = {
     "PNG": png(TURNED_CHUNK),
     "PNG, behind the picture": png(TURNED_CHUNK, before=b"IEND"),
     "lossy WebP": webp(exif=block(TURNED)),
-    "lossless WebP": saved(PICTURE, "WEBP", lossless=True),
+    "lossless WebP": encode_image(PICTURE, "WEBP", lossless=True),
     "even WebP": webp(icc_profile=b"even", exif=block(TURNED)),
     "odd WebP without a block": webp(icc_profile=b"odd"),
     "WebP that does not say it has a block": without_its_flag(webp(exif=block(TURNED))),
@@ -263,9 +263,11 @@ AS_PNG: dict[str, bytes] = {
     "PNG with two blocks": png(TURNED_CHUNK, TURNED_CHUNK),
     "odd WebP": webp(icc_profile=b"odd", exif=block(TURNED)),
     "odd WebP, upright": webp(icc_profile=b"odd", exif=block((MAKE, 2, 4, b"abc\0"))),
-    "animated PNG": saved(PICTURE, "PNG", save_all=True, append_images=[BLACK], exif=block(TURNED)),
+    "animated PNG": encode_image(PICTURE, "PNG", save_all=True, append_images=[BLACK], exif=block(TURNED)),
     "WebP that only says it has a block": webp(exif=block(TURNED)).replace(b"EXIF", b"EXI_"),
-    "animated WebP": saved(PICTURE, "WEBP", save_all=True, append_images=[BLACK], lossless=True, exif=block(TURNED)),
+    "animated WebP": encode_image(
+        PICTURE, "WEBP", save_all=True, append_images=[BLACK], lossless=True, exif=block(TURNED)
+    ),
 }
 
 
@@ -286,8 +288,13 @@ def test_the_loader_shows_the_side_up_that_preprocess_saw(data: bytes, becomes_p
     assert np.abs(seen - pixels).max() <= 3
 
 
-ASKED = GOOD | AS_IT_IS | AS_PNG | {f"exif{turn}.tif": saved(PICTURE, "TIFF", exif=exif(turn)) for turn in range(2, 9)}
-ASKED["gray_alpha.tif"] = saved(PICTURE.convert("LA"), "TIFF")
+ASKED = (
+    GOOD
+    | AS_IT_IS
+    | AS_PNG
+    | {f"exif{turn}.tif": encode_image(PICTURE, "TIFF", exif=exif(turn)) for turn in range(2, 9)}
+)
+ASKED["gray_alpha.tif"] = encode_image(PICTURE.convert("LA"), "TIFF")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about damaged blocks
@@ -332,7 +339,7 @@ def test_want_of_memory_is_said_as_it_is() -> None:
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_an_image_too_large_for_memory_is_refused_by_its_header() -> None:
-    png = bytearray(saved(Image.new("RGB", (16, 16)), "PNG"))
+    png = bytearray(encode_image(Image.new("RGB", (16, 16)), "PNG"))
     png[16:24] = struct.pack(">II", 10_001, 10_000)  # where more is read, the file is damaged
     png[29:33] = zlib.crc32(png[12:29]).to_bytes(4)
     with refuses("image-too-large"):
@@ -350,7 +357,7 @@ def saved_in_every_format() -> dict[str, bytes]:
     for form in sorted(set(Image.SAVE) & set(Image.OPEN) - TAKEN):
         for mode in ("RGB", "L", "1"):
             try:
-                found.setdefault(form, saved(Image.new(mode, (16, 16)), form))
+                found.setdefault(form, encode_image(Image.new(mode, (16, 16)), form))
             except (OSError, ValueError, KeyError, SystemError):  # needs a library or another mode
                 continue
     return found

@@ -13,13 +13,14 @@ import pytest
 from PIL import Image
 
 from components.common.contracts.manifests import ALL_FILES, DatasetManifest, load
+from components.common.data.image_files import encode_image
 from enginery.datasets.shapes import CLASSES as SHAPES
 from enginery.datasets.shapes import write_shapes
 from tests.conftest import Dataset, preprocess, run_step
 from tests.steps import step
 from tests.unit.refusals import refuses
 
-from .builders import archive, gradient, listing, rejected, saved
+from .builders import archive, gradient, listing, rejected
 
 WIDTH, HEIGHT = 64, 48
 CLASSES = ("ground", "cat", "dog")
@@ -251,7 +252,7 @@ def test_bad_masks_are_named_and_the_rest_is_kept(tmp_path: Path) -> None:
     (train / "masks" / "19.png").write_bytes(b"")
     for number, bits in ((20, 2), (21, 4)):
         write_pair(train, number)
-        png = bytearray(saved(Image.fromarray(mask_of(1) % 2).convert("P"), "PNG", bits=bits))
+        png = bytearray(encode_image(Image.fromarray(mask_of(1) % 2).convert("P"), "PNG", bits=bits))
         png[25] = 0  # gray: Pillow scales its values, and not the numbers of a palette
         png[29:33] = zlib.crc32(png[12:29]).to_bytes(4)
         (train / "masks" / f"{number}.png").write_bytes(png)

@@ -11,7 +11,7 @@ from PIL import Image, ImageEnhance, ImageOps
 from wds2idx import IndexCreator
 
 from components.common.contracts.manifests import ALL_FILES, DatasetManifest, DatasetPartManifest, load
-from components.common.data.image_files import near_duplicates_of_training
+from components.common.data.image_files import encode_image, near_duplicates_of_training
 from components.common.data.loader import Loader
 from components.common.dataset.near_duplicates import find_near_pairs
 from components.common.dataset.shards import THUMBNAIL_SIDE
@@ -21,7 +21,7 @@ from tests.conftest import preprocess, run_step
 from tests.unit.positions import plain
 from tests.unit.refusals import refuses
 
-from .builders import listing, rejected, saved
+from .builders import listing, rejected
 from .test_parts import join
 
 NUM_IMAGES = 120
@@ -32,7 +32,7 @@ def texture(number: int) -> Image.Image:
 
 
 def jpeg(image: Image.Image, quality: int = 90) -> bytes:
-    return saved(image, "JPEG", quality=quality)
+    return encode_image(image, "JPEG", quality=quality)
 
 
 CHANGES: dict[str, Callable[[Image.Image], bytes]] = {
