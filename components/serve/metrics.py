@@ -32,7 +32,7 @@ class PredictionMetrics:
         drift: also handed on; None for none.
     """
 
-    def __init__(self, labels: Mapping[str, str], drift: DriftMetrics | None = None) -> None:
+    def __init__(self, labels: Mapping[str, str], drift: DriftMetrics | None) -> None:
         self._labels, self._drift = dict(labels), drift
         self._lock, self._stopped = threading.Lock(), threading.Event()
         self._labelled: Counter[str] = Counter()

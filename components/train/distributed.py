@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import combinations
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar
 
 import pynvml
@@ -156,9 +156,7 @@ class StopRequest:
             signal.signal(signal.SIGTERM, self._on_signal)
         self.has_work = True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type]
 

@@ -36,8 +36,7 @@ def explain_out_of_memory(config: TrainConfig, plan: BatchPlan, world: World, nu
     minute the largest one so far is taken.
     """
     gc.collect()
-    if world.device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     failed = plan.per_gpu_batch_size
     own = failed * plan.num_accumulated
     # Halve the list, which is in order: what fits leaves room for all that are smaller
@@ -106,8 +105,7 @@ def _fits(batch_size: int, config: TrainConfig, world: World, num_classes: int) 
         fits = False
     # Here the error is gone, and with it the frames that held tensors.
     gc.collect()
-    if world.device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     return fits
 
 

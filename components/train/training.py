@@ -215,18 +215,18 @@ def _loaders(
     config: TrainConfig, data: Artifact[DatasetManifest], plan: BatchPlan, world: World, saved: Saved | None
 ) -> tuple[Loader | ReshardedLoader | SentenceLoader, Loader | SentenceLoader]:
     """Return the loaders of training, where `saved` left it, and of validation: this process's part of both splits."""
-    if data.manifest.text is not None:
-        return _sentence_loaders(config, data, plan, world, saved)
-    # Of rank 0, which alone needs the pretrained weights' files.
-    spec = broadcast(_transform(config, data, saved) if world.is_main else None, world)
-    assert spec is not None
-    num_threads = threads_per_process(world.local_world_size)
-    place: dict[str, Any] = {"device_id": world.device_id, "read_timeout_s": config.read_timeout_s}
     own: dict[str, Any] = {
         "batch_size": plan.per_gpu_batch_size,
         "shard_id": world.rank,
         "num_shards": world.world_size,
     }
+    if data.manifest.text is not None:
+        return _sentence_loaders(config, data, plan, {**own, "device_id": world.device_id}, saved)
+    # Of rank 0, which alone needs the pretrained weights' files.
+    spec = broadcast(_transform(config, data, saved) if world.is_main else None, world)
+    assert spec is not None
+    num_threads = threads_per_process(world.local_world_size)
+    place: dict[str, Any] = {"device_id": world.device_id, "read_timeout_s": config.read_timeout_s}
     train = partial(
         Loader,
         data,
@@ -265,14 +265,8 @@ def _loaders(
 
 
 def _sentence_loaders(
-    config: TrainConfig, data: Artifact[DatasetManifest], plan: BatchPlan, world: World, saved: Saved | None
+    config: TrainConfig, data: Artifact[DatasetManifest], plan: BatchPlan, own: dict[str, Any], saved: Saved | None
 ) -> tuple[SentenceLoader, SentenceLoader]:
-    own: dict[str, Any] = {
-        "batch_size": plan.per_gpu_batch_size,
-        "shard_id": world.rank,
-        "num_shards": world.world_size,
-        "device_id": world.device_id,
-    }
     # Of any process: what a step holds does not depend on their number.
     state = None if saved is None else saved.state["ranks"][0]["loader"]
     training: dict[str, Any] = {"batches_per_step": plan.num_accumulated, "seed": config.seed, "state": state}

@@ -109,15 +109,15 @@ def write_whole(path: Path, content: bytes) -> None:
     temporary.replace(path)
 
 
-def check_least(*arguments: tuple[str, int, int, str]) -> None:
-    """See that each option has a value that is allowed: its name, the value, the least one, and why that, or "".
+def check_least(why: str = "", /, **arguments: tuple[int, int]) -> None:
+    """See that each argument has a value that is allowed: its value, the least one, and why that for people, or "".
 
     Raises:
         UserError: one has not.
     """
-    for option, value, least, why in arguments:
+    for name, (value, least) in arguments.items():
         if value < least:
-            reason = f" ({why})" if why else ""
+            option, reason = f"--{name.replace('_', '-')}", f" ({why})" if why else ""
             message = f"{option} is {value}, and must be at least {least}{reason}. Change {option}."
             raise UserError(message, code="invalid-setting", setting=option)
 

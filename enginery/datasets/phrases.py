@@ -170,7 +170,7 @@ _CURRENCIES = (
 )
 
 
-def number_phrase(number: int, *, hundreds: bool = False) -> Phrase:
+def number_phrase(number: int, *, hundreds: bool) -> Phrase:
     """A number alone; with `hundreds` as english_hundreds says it."""
     words = english_hundreds(number) if hundreds else english_number(number)
     return Phrase(english_digits(number), words, german_digits(number), german_number(number))
@@ -392,7 +392,7 @@ def write_phrases(directory: Path, *, num_pairs: int = 80_000, seed: int = 0) ->
     Raises:
         UserError: an argument is out of range, or the directory holds something else.
     """
-    check_least(("--num-pairs", num_pairs, 100, ""), ("--seed", seed, 0, ""))
+    check_least(num_pairs=(num_pairs, 100), seed=(seed, 0))
     arguments: dict[str, str | int] = {
         "dataset": "phrases",
         "num_pairs": num_pairs,

@@ -180,13 +180,8 @@ def write_shapes(
     Raises:
         UserError: an argument is out of range, or the directory holds something else.
     """
-    check_least(
-        ("--num-train", num_train, 1, ""),
-        ("--num-val", num_val, 1, ""),
-        ("--seed", seed, 0, ""),
-        ("--image-size", image_size, MIN_IMAGE_SIZE, ""),
-        ("--num-workers", num_workers, 0, ""),
-    )
+    check_least(num_train=(num_train, 1), num_val=(num_val, 1), image_size=(image_size, MIN_IMAGE_SIZE))
+    check_least(seed=(seed, 0), num_workers=(num_workers, 0))
     arguments: dict[str, str | int] = {
         "dataset": "shapes",
         "num_train": num_train,

@@ -312,14 +312,9 @@ def write_textures(
     Raises:
         UserError: an argument is out of range, or the directory holds something else.
     """
-    check_least(
-        ("--num-classes", num_classes, 1, ""),
-        ("--num-train", num_train, num_classes, "one image per class"),
-        ("--num-val", num_val, num_classes, "one image per class"),
-        ("--seed", seed, 0, ""),
-        ("--image-size", image_size, MIN_IMAGE_SIZE, ""),
-        ("--num-workers", num_workers, 0, ""),
-    )
+    check_least(num_classes=(num_classes, 1), image_size=(image_size, MIN_IMAGE_SIZE))
+    check_least("one image per class", num_train=(num_train, num_classes), num_val=(num_val, num_classes))
+    check_least(seed=(seed, 0), num_workers=(num_workers, 0))
     arguments: dict[str, str | int] = {
         "dataset": "textures",
         "num_classes": num_classes,

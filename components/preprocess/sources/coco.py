@@ -136,12 +136,10 @@ class _CocoObjects:
 
     def kinds(self) -> set[Any]:
         """Ids of the categories that annotations have."""
-        return set(map(self._key, np.unique(self._table[:, 2]).tolist())) if len(self) else set()
+        return set(map(self._key, np.unique(self._table[:, 2]).tolist()))
 
     def firsts(self, images: Container[Any]) -> dict[int, int]:
         """Find ids that several annotations of these images have: each as `_table` has it, with its first place."""
-        if not len(self):
-            return {}
         ids, none = self._table[:, 0], self._number(None)
         values, counts = np.unique(ids, return_counts=True)
         found: dict[int, int] = {}
