@@ -88,16 +88,16 @@ class Row:
         return not self.source.startswith("no source")
 
 
-def measured_rows(results: Path = RESULTS) -> list[Row]:
+def measured_rows() -> list[Row]:
     """Rows of benchmarks/results: engines of one model, tables of trained networks, training on one GPU."""
     rows: list[Row] = []
-    for path in sorted(results.glob("h[12]00/*.json")):
+    for path in sorted(RESULTS.glob("h[12]00/*.json")):
         result = json.loads(path.read_text())
         device = _GPUS[result["machine"]["gpu"]] if result["machine"]["gpu"] else ""
         for kind, read in _READERS:
             if path.name.startswith(kind) and not path.name.startswith("engines_command"):
                 rows.extend(read(result, device, f"{path.parent.name}/{path.name}"))
-    return rows + list(_cpu_rows(json.loads((results / "cpu-2core/int8_peers.json").read_text())))
+    return rows + list(_cpu_rows(json.loads((RESULTS / "cpu-2core/int8_peers.json").read_text())))
 
 
 def _cpu_rows(result: dict[str, Any]) -> Iterator[Row]:
@@ -177,9 +177,9 @@ _READERS = (
 )
 
 
-def measured_memory(results: Path = RESULTS) -> list[tuple[str, int, str, int, float]]:
+def measured_memory() -> list[tuple[str, int, str, int, float]]:
     """Network, side of its images, precision, batch on each GPU and peak of the memory in 10^9 bytes of trainings."""
-    runs = [run for path in sorted(results.glob("*/train_*.json")) for run in json.loads(path.read_text())["runs"]]
+    runs = [run for path in sorted(RESULTS.glob("*/train_*.json")) for run in json.loads(path.read_text())["runs"]]
     names = ("architecture", "image_size", "precision", "batch_size")
     return [(*(run["cell"][name] for name in names), run["memory_gb"]) for run in runs if "memory_gb" in run]
 

@@ -39,12 +39,7 @@ from components.common.contracts.manifests import (
 )
 from components.common.contracts.settings import resolve
 from components.common.contracts.transforms import Augmentation, ShapeSpec, TransformSpec, transform_for
-from components.common.data.baseline import (
-    WINDOW,
-    Baseline,
-    baseline_file,
-    make_baseline,
-)
+from components.common.data.baseline import WINDOW, Baseline, baseline_file, make_baseline
 from components.common.data.image_files import encode_image, rgb
 from components.common.data.loader import Loader
 from components.common.process.steplog import StepLog
@@ -68,11 +63,6 @@ BATCH = 100
 MOST_REQUESTS = 2000  # after a change
 NO_ALARM = 1_000_000  # in place of a number
 NUM_EPOCHS = 30
-
-
-def changed(image: bytes, change: Callable[[Image.Image], Image.Image]) -> bytes:
-    """The image after a change, without losses."""
-    return encode_image(change(rgb(image)), "PNG")
 
 
 CHANGES: Mapping[str, Callable[[Image.Image], Image.Image]] = {
@@ -215,7 +205,10 @@ def main(folder: Path, model: Path, results: Results) -> None:
         )
         images = np.array(list(validation_images(data)), dtype=object)
         with serving(source, Path(temporary)) as live:
-            draws = [live_draw(live, images[random.choice(other, WINDOW, replace=False)]) for _ in range(NUM_DRAWS)]
+            draws = []
+            for _ in range(NUM_DRAWS):
+                live.send(images[random.choice(other, WINDOW, replace=False)].tolist())
+                draws.append(live.alarms())
             print(f"the server alarmed in {sum(map(bool, draws))} of {NUM_DRAWS} draws: {draws}", flush=True)
             changes = {name: live_changes(live, images, own.labels, other, name, random) for name in (*CHANGES, "mix")}
     measures = {
@@ -236,12 +229,6 @@ def main(folder: Path, model: Path, results: Results) -> None:
     )
 
 
-def live_draw(live: Live, images: np.ndarray) -> list[str]:
-    """Statistics that alarm after a window of these."""
-    live.send(images.tolist())
-    return live.alarms()
-
-
 def live_changes(
     live: Live, images: np.ndarray, labels: np.ndarray, other: np.ndarray, name: str, random: np.random.Generator
 ) -> list[dict[str, Any]]:
@@ -252,7 +239,7 @@ def live_changes(
         usual = images[random.choice(other, WINDOW // 2, replace=False)].tolist()
         chosen = images[random.choice(other, MOST_REQUESTS, p=weights / weights.sum())].tolist()
         if name in CHANGES:
-            chosen = [changed(image, CHANGES[name]) for image in chosen]
+            chosen = [encode_image(CHANGES[name](rgb(image)), "PNG") for image in chosen]  # without losses
         requests, why = requests_until_alarm(live, usual, chosen)
         found.append({"requests": requests, "statistics": why})
         print(f"{name}: {found[-1]}", flush=True)

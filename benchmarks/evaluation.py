@@ -64,12 +64,7 @@ def main(bundle: Path, dataset: Path, results: Results) -> None:
         f"largest batch, copies included, summed over the precisions. Medians of {_TURNS} turns, one after the other. "
         "Engines and loaders are open before, which takes opening_seconds, on one GPU in a fresh process."
     )
-    results.write(
-        f"evaluation_{models.manifest.architecture}",
-        measures=measures,
-        runs=runs,
-        notes=notes,
-    )
+    results.write(f"evaluation_{models.manifest.architecture}", measures=measures, runs=runs, notes=notes)
 
 
 def _open(

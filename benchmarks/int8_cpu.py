@@ -176,7 +176,7 @@ def _measure(
             turns.append({key: runners[key].measure(_BATCH, **how).images_per_s for key in order})
     for peer, entry in found.items():
         if entry.pop("path", None) is not None:
-            entry |= _ratios(turns, "int8", peer)
+            entry |= _ratios(turns, peer)
             entry["comparison"] = _compare(top[peer], top["int8"])
     return {
         "model": name,
@@ -196,7 +196,7 @@ def _measure(
         **{f"top1_{key}_pct": entry.score_pct for key, entry in top.items()},
         **{f"agreement_{key}_pct": entry.agreement_pct(top["fp32"]) for key, entry in top.items()},
         **{f"images_per_s_{key}": statistics.median(turn[key] for turn in turns) for key in files},
-        "int8_over_fp32": _ratios(turns, "int8", "fp32")["int8_over"],
+        "int8_over_fp32": _ratios(turns, "fp32")["int8_over"],
         "comparison": _compare(top["fp32"], top["int8"]),
         "peers": found,
         "turns": turns,
@@ -229,9 +229,9 @@ def _quantized_by(
     return {"path": output, "search_seconds": json.loads(done.stdout.splitlines()[-1])["seconds"]}
 
 
-def _ratios(turns: list[dict[str, float]], own: str, other: str) -> dict[str, float]:
-    """Median and interval of a speed over another's, by turns."""
-    ratios = sorted(turn[own] / turn[other] for turn in turns)
+def _ratios(turns: list[dict[str, float]], other: str) -> dict[str, float]:
+    """Median and interval of our INT8's speed over another's, by turns."""
+    ratios = sorted(turn["int8"] / turn[other] for turn in turns)
     low, high = (ratios[rank - 1] for rank in _RANKS)
     return {"int8_over": statistics.median(ratios), "int8_over_low": low, "int8_over_high": high}
 

@@ -32,7 +32,6 @@ _SIZE = 224  # px
 _LARGE = 433  # px: as many pixels as 500x375, ImageNet's mean
 _NUM_CLASSES = 50
 _IMAGENET = 1_300_000
-_SHAPE = (THUMBNAIL_SIDE, THUMBNAIL_SIDE)
 Random = np.random.Generator
 
 
@@ -222,7 +221,7 @@ def _found(originals: np.ndarray, changed: np.ndarray) -> dict[str, Any]:
 
 def _search(file: str, numbers: np.ndarray, num_train: int) -> dict[str, Any]:
     size = Path(file).stat().st_size // THUMBNAIL_SIDE**2
-    thumbnails = np.memmap(file, np.uint8, "r", shape=(size, *_SHAPE))
+    thumbnails = np.memmap(file, np.uint8, "r", shape=(size, THUMBNAIL_SIDE, THUMBNAIL_SIDE))
     before_bytes = peak_bytes()
     wall, cpu = time.perf_counter(), time.process_time()
     found = find_near_pairs(thumbnails, numbers, numbers >= num_train, num_threads=num_cores())

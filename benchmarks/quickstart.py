@@ -31,27 +31,23 @@ def main(repeat: int, limit: tuple[str, ...], results: Results) -> None:
     runs = [_run(seed, own) for own in limit or ("",) for seed in range(repeat)]
     top1 = [run["rows"][0]["score_pct"] for run in runs]
     measures = {
-        "quickstart_seconds": _median(run["seconds_wall"] for run in runs),
+        "quickstart_seconds": statistics.median(run["seconds_wall"] for run in runs),
         "quickstart_seconds_worst": max(run["seconds_wall"] for run in runs),
-        "quickstart_overhead_seconds": _median(run["seconds_overhead"] for run in runs),
+        "quickstart_overhead_seconds": statistics.median(run["seconds_overhead"] for run in runs),
         "quickstart_overhead_seconds_worst_step": max(
             step["seconds_overhead"] for run in runs for step in run["steps"]
         ),
-        "quickstart_top1_pct": _median(top1),
+        "quickstart_top1_pct": statistics.median(top1),
         "quickstart_top1_pct_worst": min(top1),
-        "int8_delta_points": _median(run["rows"][2]["delta_points"] for run in runs),
+        "int8_delta_points": statistics.median(run["rows"][2]["delta_points"] for run in runs),
     }
     for index, step in enumerate(runs[0]["steps"]):
-        measures[f"{step['name']}_seconds"] = _median(run["steps"][index]["seconds_total"] for run in runs)
+        measures[f"{step['name']}_seconds"] = statistics.median(run["steps"][index]["seconds_total"] for run in runs)
     notes = (
         "Overhead: wall time of the steps that is neither work nor imports nor MLflow. "
         f"Medians over {len(runs)} {'run' if len(runs) == 1 else 'runs'}."
     )
     results.write("quickstart", measures=measures, runs=runs, notes=notes)
-
-
-def _median(values: Any) -> float:
-    return statistics.median(values)
 
 
 def _run(seed: int, own: str) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import multiprocessing
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -71,15 +70,15 @@ def main(source: str, minutes: float, server_core: int, client_core: int, result
 
 def _hold(pid: int, rate: float, seconds: float, core: int) -> tuple[RequestSamples, list[tuple[float, float]], float]:
     """The outcome of the requests, the server's memory by time, and when it began."""
-    about = asyncio.run(_about())
+    address, network = asyncio.run(_about())
     spawn = multiprocessing.get_context("spawn")
     memory = []
     with ProcessPoolExecutor(1, spawn, initializer=bind, initargs=([core],)) as pool:
-        pool.submit(get_ready, about.address).result()
+        pool.submit(get_ready, address).result()
         load = Load(
-            address=about.address,
-            model=about.network.name,
-            requests=generator.tensors(about.address, about.network, 1).requests,
+            address=address,
+            model=network.name,
+            requests=generator.tensors(address, network, 1).requests,
             request_rate=rate,
             start_at=time.monotonic() + 0.5,
             duration_s=seconds,
@@ -93,15 +92,10 @@ def _hold(pid: int, rate: float, seconds: float, core: int) -> tuple[RequestSamp
         return future.result(), memory, load.start_at
 
 
-@dataclass(frozen=True)
-class _About:
-    address: Any
-    network: Any
-
-
-async def _about() -> _About:
+async def _about() -> tuple[Any, Any]:
+    """The server's address, and what its network takes."""
     async with AsyncClient(URL) as client:
-        return _About(client.address, await client.network())
+        return client.address, await client.network()
 
 
 def _memory_mb(pid: int) -> float:

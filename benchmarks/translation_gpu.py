@@ -123,11 +123,6 @@ def compiled(network: Transformer, max_tokens: int) -> Greedy:
     return translate
 
 
-def _num_tokens(rows: np.ndarray) -> int:
-    """Tokens with the ends of sentences, without what pads."""
-    return int((rows != PAD).sum())
-
-
 @click.command()
 @click.option("--data", required=True, type=click.Path(exists=True, path_type=Path), help="From enginery data phrases.")
 @click.option("--work", required=True, type=click.Path(path_type=Path), help="Directory of what is made.")
@@ -197,13 +192,13 @@ def main(data: Path, work: Path, architecture: str, epochs: int, optimization_le
 def _tokens_per_s(
     ways: dict[str, Callable[[np.ndarray], np.ndarray]], sources: list[np.ndarray]
 ) -> dict[str, list[float]]:
-    """Tokens per second of each way in each turn."""
+    """Tokens per second of each way in each turn, with the ends of sentences and without what pads."""
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(_TURNS + 3):  # three to compile and to capture
         for name, translate in ways.items():
             torch.cuda.synchronize()
             began = time.perf_counter()
-            tokens = sum(_num_tokens(translate(source)) for source in sources)
+            tokens = sum(int((translate(source) != PAD).sum()) for source in sources)
             if turn >= 3:
                 rates[name].append(tokens / (time.perf_counter() - began))
     return rates
