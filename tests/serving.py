@@ -62,6 +62,13 @@ def listening(
 
 
 @contextmanager
+def address_of(handler: Any) -> Iterator[str]:
+    """The address of a server with this class of handlers."""
+    with listening(handler) as server:
+        yield f"http://127.0.0.1:{server.server_port}"
+
+
+@contextmanager
 def serving(state: Any, with_query: bool = False, port: int = 0) -> Iterator[Any]:
     """An HTTP server for `state`, which answers requests (method, path, body) and gets its address. Port 0 is any."""
 

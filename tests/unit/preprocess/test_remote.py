@@ -6,7 +6,7 @@ import http.server
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from components.common.contracts.errors import UserError
 from components.common.data import places, web
 from components.preprocess.sources import check_data_folder
 from tests.conftest import preprocess
-from tests.serving import QuietHandler, listening
+from tests.serving import QuietHandler, address_of, listening
 from tests.unit.refusals import refuses
 
 from .builders import archive, contents, find, listing, paths, reasons, shard, write_shard, write_tree
@@ -185,12 +185,6 @@ class Handler(QuietHandler, http.server.SimpleHTTPRequestHandler):
     def do_HEAD(self) -> None:
         if not self.refused():
             super().do_HEAD()
-
-
-@contextmanager
-def address_of(handler: Any) -> Iterator[str]:
-    with listening(handler) as server:
-        yield f"http://127.0.0.1:{server.server_port}"
 
 
 def serving(root: Path, **settings: Any) -> AbstractContextManager[str]:

@@ -2,8 +2,8 @@
 
 import hashlib
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
@@ -23,7 +23,7 @@ from components.common.runtimes.architectures import build_model, load_weights, 
 from components.train.batches import check_sizes, plan_batches
 from components.train.checkpointing import WEIGHTS
 from components.train.fine_tuning import head_names, pretrained_normalization, starting_model
-from tests.serving import listening
+from tests.serving import QuietHandler, address_of
 from tests.unit.refusals import refuses
 
 from .conftest import Log, Train, config
@@ -157,7 +157,7 @@ def test_weights_of_few_bytes_that_claim_any_size(tmp_path: Path, name: str, cod
         load_weights(build_model("squeezenet1_1", 2), read_weights(tmp_path / name), name)
 
 
-class Files(SimpleHTTPRequestHandler):
+class Files(QuietHandler, SimpleHTTPRequestHandler):
     """Gives the files of a folder away; those of resolve/main as Hugging Face's hub does."""
 
     etag = ""  # the SHA-256 that it says a file has; empty for the true one
@@ -181,15 +181,10 @@ class Files(SimpleHTTPRequestHandler):
             self.send_header("ETag", f'"{self.etag or hashlib.sha256(file.read_bytes()).hexdigest()}"')
         super().end_headers()
 
-    def log_message(self, *_: object) -> None:
-        pass
 
-
-@contextmanager
-def served(folder: Path, **changed: Any) -> Iterator[str]:
+def served(folder: Path, **changed: Any) -> AbstractContextManager[str]:
     """The address of a server of these files."""
-    with listening(partial(type("Handler", (Files,), changed), directory=str(folder))) as server:
-        yield f"http://127.0.0.1:{server.server_port}"
+    return address_of(partial(type("Handler", (Files,), changed), directory=str(folder)))
 
 
 @pytest.fixture

@@ -28,6 +28,11 @@ def train_step(model: nn.Module, images: torch.Tensor) -> None:
     nn.functional.cross_entropy(model.train()(images), torch.arange(len(images))).backward()
 
 
+def assert_gradients(model: nn.Module, fused: nn.Module) -> None:
+    for (name, one), other in zip(model.named_parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, atol=1e-3 * float(one.grad.abs().max()), rtol=0, msg=name)
+
+
 @pytest.mark.parametrize("block", [BasicBlock, Bottleneck])
 def test_gradients_and_statistics_are_those_of_torch(block: type[BasicBlock | Bottleneck]) -> None:
     model, fused = networks(block)
@@ -36,8 +41,7 @@ def test_gradients_and_statistics_are_those_of_torch(block: type[BasicBlock | Bo
     for network in (model, fused):
         train_step(network, images)
     assert list(fused.state_dict()) == list(model.state_dict())
-    for (name, one), other in zip(model.named_parameters(), fused.parameters(), strict=True):
-        torch.testing.assert_close(other.grad, one.grad, atol=1e-3 * float(one.grad.abs().max()), rtol=0, msg=name)
+    assert_gradients(model, fused)
     for (name, one), other in zip(model.named_buffers(), fused.buffers(), strict=True):
         torch.testing.assert_close(other, one, msg=name)
     torch.testing.assert_close(fused.eval()(images), model.eval()(images), rtol=1e-3, atol=1e-4)
@@ -50,8 +54,7 @@ def test_gradients_reach_every_layer_when_compiled_in_fp32() -> None:
     fused.train()
     forward = torch.compile(lambda: nn.functional.cross_entropy(fused(images), torch.arange(3)), backend="aot_eager")
     forward().backward()
-    for (name, one), other in zip(model.named_parameters(), fused.parameters(), strict=True):
-        torch.testing.assert_close(other.grad, one.grad, atol=1e-3 * float(one.grad.abs().max()), rtol=0, msg=name)
+    assert_gradients(model, fused)
 
 
 @pytest.mark.parametrize("shape", [(2, 64, 8, 8), (3, 64, 9, 7), (1, 128, 1, 5)])

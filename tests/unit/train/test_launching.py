@@ -66,14 +66,8 @@ WATCHDOG = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqN
 @pytest.mark.parametrize(
     ("said", "text"),
     [
-        (
-            "[pair.cc:547] Connection closed by peer",
-            r"has ended.* Connection closed.*\[process-lost\]",
-        ),
-        (
-            "Timed out waiting 10000ms for recv operation to complete",
-            r"did not answer.*\[process-stuck\]",
-        ),
+        ("[pair.cc:547] Connection closed by peer", r"has ended.* Connection closed.*\[process-lost\]"),
+        ("Timed out waiting 10000ms for recv operation to complete", r"did not answer.*\[process-stuck\]"),
         (WATCHDOG, r"did not answer in time: .*train.collective_timeout_s.*\[process-stuck\]"),
     ],
 )

@@ -25,6 +25,7 @@ from tests.waiting import wait_until
 from .conftest import SETTINGS
 
 TIMEOUT_S = 180
+TORCHRUN_VARIABLES = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
 class Place:
@@ -138,9 +139,8 @@ def test_under_torchrun_a_killed_process_is_replaced(tiny_dataset: Dataset, tmp_
     whole, broken = (Place(tmp_path / name, tiny_dataset.path, SETTINGS) for name in ("whole", "broken"))
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2"]
     torchrun += [f"--master-port={free_port()}", "--local-addr=127.0.0.1"]
-    variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     for place in (whole, broken):
-        process = place.start(*torchrun, **variables)
+        process = place.start(*torchrun, **TORCHRUN_VARIABLES)
         for number in (3, 8) if place is broken else ():
             place.wait_for_step(process, number)
             workers = psutil.Process(process.pid).children()
@@ -159,10 +159,9 @@ def test_under_torchrun_the_world_shrinks_when_a_machine_is_gone(tiny_dataset: D
     torchrun = ["-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
     torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1"]
     torchrun += ["--rdzv-conf=last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"]
-    variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    first = place.start(*torchrun, **variables)
+    first = place.start(*torchrun, **TORCHRUN_VARIABLES)
     time.sleep(2)  # it holds the meeting
-    second = place.start(*torchrun, **variables)
+    second = place.start(*torchrun, **TORCHRUN_VARIABLES)
     place.wait_for_step(first, 7)
     for process in (*psutil.Process(second.pid).children(recursive=True), second):
         process.kill()
