@@ -103,16 +103,10 @@ def plain_cmyk(image: Image.Image) -> bytes:
     return data[:marker] + data[marker + 2 + int.from_bytes(data[marker + 2 : marker + 4]) :]
 
 
-def second_frame(image: Image.Image) -> dict[str, Any]:
-    return {"save_all": True, "append_images": [image.transpose(Image.Transpose.ROTATE_180)]}
-
-
-def gray16(image: Image.Image) -> Image.Image:
-    return Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 257)
-
-
 XMP = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'  # which neither DALI nor torchvision looks at
 IMAGE = gradient()
+GRAY_16_BIT = Image.fromarray(np.asarray(IMAGE.convert("L")).astype(np.uint16) * 257)
+SECOND_FRAME: dict[str, Any] = {"save_all": True, "append_images": [IMAGE.transpose(Image.Transpose.ROTATE_180)]}
 GOOD: dict[str, bytes] = {
     "rgb.jpg": encode_image(IMAGE, "JPEG", quality=95),
     "progressive.jpg": encode_image(IMAGE, "JPEG", progressive=True),
@@ -121,7 +115,7 @@ GOOD: dict[str, bytes] = {
     "mpo.jpg": encode_image(IMAGE, "MPO", save_all=True, append_images=[IMAGE]),
     "rgb.png": encode_image(IMAGE, "PNG"),
     **{f"{mode}.png": encode_image(IMAGE.convert(mode), "PNG") for mode in ("RGBA", "LA", "P", "1")},
-    "gray16.png": encode_image(gray16(IMAGE), "PNG"),
+    "gray16.png": encode_image(GRAY_16_BIT, "PNG"),
     "png_named.jpg": encode_image(IMAGE, "PNG"),
     "lossy.webp": encode_image(IMAGE, "WEBP", quality=95),
     "lossless.webp": encode_image(IMAGE.convert("RGBA"), "WEBP", lossless=True),
@@ -132,7 +126,7 @@ GOOD: dict[str, bytes] = {
     "bits.tif": encode_image(IMAGE.convert("1"), "TIFF"),
     "fax.tif": encode_image(IMAGE.convert("1"), "TIFF", compression="group4"),
     "jpeg.tiff": encode_image(IMAGE, "TIFF", compression="jpeg"),
-    "gray16.tif": encode_image(gray16(IMAGE), "TIFF"),
+    "gray16.tif": encode_image(GRAY_16_BIT, "TIFF"),
     "trailing.jpg": encode_image(IMAGE, "JPEG") + b"appended by some tool",
     "UPPER.JPG": encode_image(IMAGE, "JPEG"),
     "no_suffix": encode_image(IMAGE, "JPEG"),
@@ -144,10 +138,10 @@ GOOD: dict[str, bytes] = {
     "xmp6.jpg": encode_image(IMAGE, "JPEG", quality=95, xmp=XMP),
     "xmp6.webp": encode_image(IMAGE, "WEBP", quality=95, xmp=XMP),
     "plain_cmyk.jpg": plain_cmyk(IMAGE),
-    "animated.png": encode_image(IMAGE, "PNG", **second_frame(IMAGE)),
-    "poster.png": encode_image(IMAGE, "PNG", default_image=True, **second_frame(IMAGE)),
-    "animated.webp": encode_image(IMAGE, "WEBP", lossless=True, **second_frame(IMAGE)),
-    "pages.tif": encode_image(IMAGE, "TIFF", **second_frame(IMAGE)),
+    "animated.png": encode_image(IMAGE, "PNG", **SECOND_FRAME),
+    "poster.png": encode_image(IMAGE, "PNG", default_image=True, **SECOND_FRAME),
+    "animated.webp": encode_image(IMAGE, "WEBP", lossless=True, **SECOND_FRAME),
+    "pages.tif": encode_image(IMAGE, "TIFF", **SECOND_FRAME),
 }
 BECOME_PNG = {name for name in GOOD if name.endswith((".bmp", ".tif", ".tiff"))} | {"plain_cmyk.jpg", "poster.png"}
 

@@ -35,12 +35,12 @@ def mask_of(number: int) -> np.ndarray:
     return values
 
 
-def write_pair(folder: Path, number: int, values: np.ndarray | None = None, split: str = "") -> None:
+def write_pair(folder: Path, number: int, split: str = "") -> None:
     """Image and mask of a number; folder/images[/split] and folder/masks[/split]."""
     for name in ("images", "masks"):
         (folder / name / split).mkdir(parents=True, exist_ok=True)
     gradient(HEIGHT, WIDTH, shift=number * 11).save(folder / "images" / split / f"{number}.jpg")
-    Image.fromarray(mask_of(number) if values is None else values).save(folder / "masks" / split / f"{number}.png")
+    Image.fromarray(mask_of(number)).save(folder / "masks" / split / f"{number}.png")
 
 
 def write_masks(root: Path) -> Path:
@@ -70,10 +70,11 @@ def masks(dataset: Dataset) -> dict[str, np.ndarray]:
     return found
 
 
-def assert_masks(found: dict[str, np.ndarray], numbers: range = range(4)) -> None:
-    assert found.keys() == {str(number) for number in numbers}
-    for number in numbers:
-        np.testing.assert_array_equal(found[str(number)], mask_of(number))
+def assert_masks(found: dict[str, np.ndarray]) -> None:
+    """All four of `write_masks`."""
+    assert found.keys() == {"0", "1", "2", "3"}
+    for name, values in found.items():
+        np.testing.assert_array_equal(values, mask_of(int(name)))
 
 
 def test_masks_are_packed_exactly_and_classes_counted_by_image(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from components.common.contracts.manifests import DatasetManifest, load
 from components.common.tasks.translation.batches import SentenceLoader
 from components.common.tasks.translation.vocabulary import Vocabulary
 from components.preprocess.sources import check_data_folder
-from components.preprocess.sources.parallel_text import MAX_LINE_BYTES, find_texts
+from components.preprocess.sources.parallel_text import MAX_LINE_BYTES, Pair, find_texts
 from enginery.datasets.phrases import phrase_pair, write_phrases
 from tests.conftest import Dataset
 from tests.processes import run_python
@@ -46,6 +46,12 @@ def packed(data: Path, output: Path, **settings: Any) -> Dataset:
     return load(output, DatasetManifest, verify=("",))
 
 
+def pack(folder: Path, content: bytes | list[tuple[str, str]], output: str = "out", **settings: Any) -> Dataset:
+    """What becomes of a file text.tsv."""
+    (folder / "text.tsv").write_bytes(content if isinstance(content, bytes) else tsv(content))
+    return packed(folder / "text.tsv", folder / output, **settings)
+
+
 def of_split(dataset: Dataset, split: str) -> list[tuple[str, str]]:
     lines = dataset.file(f"{split}.tsv").read_text(encoding="utf-8").removesuffix("\n").split("\n")
     return [tuple(line.split("\t")) for line in lines]
@@ -53,6 +59,10 @@ def of_split(dataset: Dataset, split: str) -> list[tuple[str, str]]:
 
 def everything(dataset: Dataset) -> list[tuple[str, str]]:
     return sorted(of_split(dataset, "train") + of_split(dataset, "val"))
+
+
+def pairs_of(file: Path, languages: tuple[str, str] = ("en", "de")) -> list[Pair]:
+    return list(find_texts(str(file), languages, file.parent)[0][0].read())
 
 
 def rejected(output: Path) -> list[dict[str, str]]:
@@ -99,29 +109,23 @@ def test_the_card(dataset: Dataset) -> None:
 
 
 def test_the_split_depends_on_the_sentences_and_the_seed_alone(tmp_path: Path) -> None:
-    def pack(name: str, pairs: list[tuple[str, str]], **settings: Any) -> Dataset:
-        (tmp_path / "text.tsv").write_bytes(tsv(pairs))
-        return packed(tmp_path / "text.tsv", tmp_path / name, **settings)
-
-    whole = pack("first", PAIRS)
-    assert pack("same", PAIRS).manifest.files == whole.manifest.files
-    first, again = (set(of_split(own, "val")) for own in (whole, pack("again", PAIRS[::-1])))
+    whole = pack(tmp_path, PAIRS, "first")
+    assert pack(tmp_path, PAIRS, "same").manifest.files == whole.manifest.files
+    first, again = (set(of_split(own, "val")) for own in (whole, pack(tmp_path, PAIRS[::-1], "again")))
     assert len(first) == 24
-    assert again == first != set(of_split(pack("seed", PAIRS, seed=1), "val"))
-    assert len(of_split(pack("share", PAIRS, val_fraction=0.5), "val")) == 60
+    assert again == first != set(of_split(pack(tmp_path, PAIRS, "seed", seed=1), "val"))
+    assert len(of_split(pack(tmp_path, PAIRS, "share", val_fraction=0.5), "val")) == 60
 
 
 def test_sentences_that_hang_together_stay_on_one_side(tmp_path: Path) -> None:
     """Four sources have one target, and one of them has another target, too, and so on."""
     chain = [(f"s{number}", f"t{number + step}") for number in range(30) for step in (0, 1)]
-    (tmp_path / "text.tsv").write_bytes(tsv(chain + PAIRS))
-    dataset = packed(tmp_path / "text.tsv", tmp_path / "out")
+    dataset = pack(tmp_path, chain + PAIRS)
     sides = [split for split in ("train", "val") if set(chain) & set(of_split(dataset, split))]
     assert len(sides) == 1
     assert everything(dataset) == sorted(chain + PAIRS)
-    (tmp_path / "chain.tsv").write_bytes(tsv(chain))
     with refuses("too-few-pairs", "data"):
-        packed(tmp_path / "chain.tsv", tmp_path / "chain")
+        pack(tmp_path, chain, "chain")
 
 
 BAD: dict[str, tuple[bytes, str]] = {
@@ -157,8 +161,7 @@ BAD: dict[str, tuple[bytes, str]] = {
 
 def test_each_bad_line_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
     good = tsv(PAIRS).split(b"\n")[:-1]
-    (tmp_path / "text.tsv").write_bytes(b"\n".join([*good, *(line for line, _ in BAD.values())]))
-    dataset = packed(tmp_path / "text.tsv", tmp_path / "out")
+    dataset = pack(tmp_path, b"\n".join([*good, *(line for line, _ in BAD.values())]))
     entries = rejected(tmp_path / "out")
     found = {entry["place"]: entry["problem"] for entry in entries}
     expected = {f"text.tsv:{len(good) + number}": problem for number, (_, problem) in enumerate(BAD.values(), 1)}
@@ -170,12 +173,11 @@ def test_each_bad_line_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
 
 
 def test_the_step_says_how_many_for_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "same.tsv").write_bytes(tsv([*PAIRS, ("same", "same")]))
-    card = packed(tmp_path / "same.tsv", tmp_path / "same").file("data_card.html").read_text()
+    card = pack(tmp_path, [*PAIRS, ("same", "same")], "same").file("data_card.html").read_text()
     assert "equals its source" in card
     assert "left out for" not in card
-    (tmp_path / "text.tsv").write_bytes(tsv([*PAIRS, PAIRS[0], ("same", "same"), ("word " * 300, "Wort " * 300)]))
-    assert "left out for" in packed(tmp_path / "text.tsv", tmp_path / "out").file("data_card.html").read_text()
+    bad = pack(tmp_path, [*PAIRS, PAIRS[0], ("same", "same"), ("word " * 300, "Wort " * 300)])
+    assert "left out for" in bad.file("data_card.html").read_text()
     said = " ".join(capsys.readouterr().err.split())
     assert "2 pairs left out (too many words: 1; the same pair again: 1)" in said
     assert "1 pairs (0.8 %) have a target that equals its source" in said
@@ -196,8 +198,7 @@ def test_files_that_are_not_read_are_named(tmp_path: Path, capsys: pytest.Captur
 
 def test_limits_are_settings(tmp_path: Path) -> None:
     texts = [("one two three four", "eins"), ("x" * 100, "y" * 60)]
-    (tmp_path / "text.tsv").write_bytes(tsv(PAIRS + texts))
-    assert not packed(tmp_path / "text.tsv", tmp_path / "all").manifest.num_rejected
+    assert not pack(tmp_path, PAIRS + texts, "all").manifest.num_rejected
     longest = max(len(side.split()) for pair in PAIRS for side in pair)
     packed(tmp_path / "text.tsv", tmp_path / "words", max_words=3, max_length_ratio=1.5)
     problems = {entry["text"]: entry["problem"] for entry in rejected(tmp_path / "words")}
@@ -216,15 +217,13 @@ def test_limits_are_settings(tmp_path: Path) -> None:
     [({"on_bad": "fail"}, "preprocess.on_bad"), ({"max_bad_fraction": 0.01}, "preprocess.max_bad_fraction")],
 )
 def test_too_much_that_is_bad_stops_the_step(tmp_path: Path, settings: dict[str, Any], setting: str) -> None:
-    (tmp_path / "text.tsv").write_bytes(tsv(PAIRS) + b"one\ntwo\nthree\n")
     with refuses("unusable-pairs", setting) as caught:
-        packed(tmp_path / "text.tsv", tmp_path / "out", **settings)
+        pack(tmp_path, tsv(PAIRS) + b"one\ntwo\nthree\n", **settings)
     said = "3 of 123 pairs can't be used (not two columns: 3), such as text.tsv:121: not two columns"
     assert said in str(caught.value)
     assert len(rejected(tmp_path / "out")) == 3
     # A pair that comes again is not bad.
-    (tmp_path / "text.tsv").write_bytes(tsv([*PAIRS, *PAIRS]))
-    assert packed(tmp_path / "text.tsv", tmp_path / "out", **settings).manifest.num_rejected == len(PAIRS)
+    assert pack(tmp_path, [*PAIRS, *PAIRS], **settings).manifest.num_rejected == len(PAIRS)
 
 
 @pytest.mark.parametrize(("train", "val"), [("train.tsv", "val.tsv"), ("corpus.tsv", "dev.tsv")])
@@ -323,13 +322,13 @@ def test_tmx(tmp_path: Path) -> None:
     }
     wide = tmx("".join(units[:120])).decode().replace("UTF-8", "UTF-16").encode("utf-16")
     (tmp_path / "wide.tmx").write_bytes(wide)
-    assert len(list(find_texts(str(tmp_path / "wide.tmx"), ("en", "de"), tmp_path)[0][0].read())) == 120
+    assert len(pairs_of(tmp_path / "wide.tmx")) == 120
 
 
 def test_a_language_and_its_variant_are_two_languages_of_tmx(tmp_path: Path) -> None:
     path = tmp_path / "text.tmx"
     path.write_bytes(tmx("".join(unit(*pair, ("zh-CN", "zh_TW")) for pair in PAIRS)))
-    pairs = list(find_texts(str(path), ("zh", "zh-TW"), tmp_path)[0][0].read())
+    pairs = pairs_of(path, ("zh", "zh-TW"))
     assert [(pair.source, pair.target, pair.problem) for pair in pairs] == [(*pair, "") for pair in PAIRS]
 
 
@@ -363,8 +362,8 @@ def test_names_of_test_and_validation_sets(tmp_path: Path) -> None:
 def test_columns_the_other_way_round_are_refused(tmp_path: Path, name: str, header: str) -> None:
     (tmp_path / name).write_bytes(header.encode() + tsv(PAIRS))
     with refuses("swapped-languages", "preprocess.source_language"):
-        list(find_texts(str(tmp_path / name), ("en", "de"), tmp_path)[0][0].read())
-    assert len(list(find_texts(str(tmp_path / name), ("de", "en"), tmp_path)[0][0].read())) == len(PAIRS)
+        pairs_of(tmp_path / name)
+    assert len(pairs_of(tmp_path / name, ("de", "en"))) == len(PAIRS)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +377,7 @@ def test_columns_the_other_way_round_are_refused(tmp_path: Path, name: str, head
 )
 def test_the_header_of_a_table_is_no_pair(tmp_path: Path, name: str, header: str) -> None:
     (tmp_path / name).write_bytes(f"{header}\n".encode() + tsv(PAIRS))
-    pairs = list(find_texts(str(tmp_path / name), ("en", "de"), tmp_path)[0][0].read())
+    pairs = pairs_of(tmp_path / name)
     assert [(pair.line, pair.source) for pair in pairs[:2]] == [(2, PAIRS[0][0]), (3, PAIRS[1][0])]
 
 
@@ -413,9 +412,8 @@ def test_xml_that_is_hostile_or_damaged(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-16-le", "utf-32"])
 def test_other_encodings_of_a_whole_file(tmp_path: Path, encoding: str) -> None:
     text = "".join(f"{source}\t{target}\n" for source, target in PAIRS)
-    (tmp_path / "text.tsv").write_bytes(text.encode(encoding))
     with refuses("not-utf8", "data", says="text.tsv") as caught:
-        packed(tmp_path / "text.tsv", tmp_path / "out")
+        pack(tmp_path, text.encode(encoding))
     convert = re.search(r"iconv -f (\S+) ", str(caught.value))
     assert PAIRS[0][0] in text.encode(encoding).decode(convert[1])
 
@@ -423,13 +421,11 @@ def test_other_encodings_of_a_whole_file(tmp_path: Path, encoding: str) -> None:
 def test_line_ends_of_all_systems_and_a_mark_at_the_start(tmp_path: Path) -> None:
     ends = ("\n", "\r\n")
     text = "".join(f"{source}\t{target}{ends[number % 2]}" for number, (source, target) in enumerate(PAIRS))
-    (tmp_path / "text.tsv").write_bytes(b"\xef\xbb\xbf" + text.encode().removesuffix(b"\r\n"))
-    dataset = packed(tmp_path / "text.tsv", tmp_path / "out")
+    dataset = pack(tmp_path, b"\xef\xbb\xbf" + text.encode().removesuffix(b"\r\n"))
     assert everything(dataset) == sorted(PAIRS)
     assert not dataset.manifest.num_rejected
-    (tmp_path / "mac.tsv").write_bytes(text.replace("\r\n", "\n").replace("\n", "\r").encode())
     with refuses("no-usable-pair", "data"):
-        packed(tmp_path / "mac.tsv", tmp_path / "mac")
+        pack(tmp_path, text.replace("\r\n", "\n").replace("\n", "\r").encode(), "mac")
 
 
 @pytest.mark.parametrize("zipped", [False, True])
@@ -462,7 +458,7 @@ def test_a_line_of_as_many_bytes_as_are_read(tmp_path: Path) -> None:
     """The limit falls on the end of a line, before it, and on the first byte of the next."""
     for size in (MAX_LINE_BYTES - 1, MAX_LINE_BYTES, MAX_LINE_BYTES + 1, MAX_LINE_BYTES + (1 << 16)):
         (tmp_path / "text.tsv").write_bytes(b"a\tb\n" + b"x" * (size - 1) + b"\nc\td\n")
-        pairs = list(find_texts(str(tmp_path / "text.tsv"), ("en", "de"), tmp_path)[0][0].read())
+        pairs = pairs_of(tmp_path / "text.tsv")
         assert [(pair.line, pair.problem) for pair in pairs[::2]] == [(1, ""), (3, "")]
         assert pairs[1].problem == ("too-long" if size > MAX_LINE_BYTES else "columns")
 
@@ -472,7 +468,7 @@ def test_damaged_gzip(tmp_path: Path) -> None:
     for content in (whole[:-20], whole[:40] + b"\xff" * 9 + whole[49:]):
         (tmp_path / "text.tsv.gz").write_bytes(content)
         with refuses("damaged-archive"):
-            list(find_texts(str(tmp_path / "text.tsv.gz"), ("en", "de"), tmp_path)[0][0].read())
+            pairs_of(tmp_path / "text.tsv.gz")
 
 
 def test_scripts(tmp_path: Path) -> None:
@@ -484,13 +480,11 @@ def test_scripts(tmp_path: Path) -> None:
         ("100 %", "100\u00a0%"),
         ("🙂", "🙃"),
     ]
-    (tmp_path / "text.tsv").write_bytes(tsv([*pairs, ("文字", "Zeichen")]))
-    dataset = packed(tmp_path / "text.tsv", tmp_path / "out", max_length_ratio=100)
+    dataset = pack(tmp_path, [*pairs, ("文字", "Zeichen")], max_length_ratio=100)
     assert [entry["problem"] for entry in rejected(tmp_path / "out")] == ["unknown-script"]
     assert everything(dataset) == sorted(pairs)
     few = [("hello", "Hallo"), ("жизнь", "Leben"), ("文字", "Zeichen")]
-    (tmp_path / "few.tsv").write_bytes(tsv(few))
-    assert everything(packed(tmp_path / "few.tsv", tmp_path / "few")) == sorted(few)  # too few to tell
+    assert everything(pack(tmp_path, few, "few")) == sorted(few)  # too few to tell
 
 
 @pytest.mark.parametrize(
@@ -502,11 +496,10 @@ def test_scripts(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_can_not_be(tmp_path: Path, settings: dict[str, Any], code: str, setting: str) -> None:
-    (tmp_path / "text.tsv").write_bytes(tsv(PAIRS))
     with refuses(code, None if code == "no-parts-of-text" else setting):
-        packed(tmp_path / "text.tsv", tmp_path / "out", **settings)
+        pack(tmp_path, PAIRS, **settings)
     if code == "no-vocabulary":  # the same output again, with what is left there
-        assert packed(tmp_path / "text.tsv", tmp_path / "out").manifest.splits["val"].num_images == 24
+        assert pack(tmp_path, PAIRS).manifest.splits["val"].num_images == 24
 
 
 @pytest.mark.parametrize(
