@@ -206,7 +206,7 @@ def compute_scale(histogram: Histogram, method: str, percentile: float = 99.99) 
         percentile: in (0, 100], for the method of this name only.
 
     Raises:
-        EngineryError: no samples, or `percentile` out of range.
+        EngineryError: no samples.
     """
     if histogram.num_values == 0:
         message = f"calibration: tensor '{histogram.name}' saw no samples. Give at least one batch of images."
@@ -218,9 +218,6 @@ def compute_scale(histogram: Histogram, method: str, percentile: float = 99.99) 
 
 def _percentile_amax(histogram: Histogram, percentile: float) -> float:
     """The magnitude below which `percentile` % of all values (zeros included) lie, linear inside a bin."""
-    if not 0.0 < percentile <= 100.0:
-        message = f"calibration: percentile is {percentile}, expected 0 < percentile <= 100 (usual: 99.99)."
-        raise EngineryError(message, code="wrong-percentile", setting="calibration_percentile")
     below = np.cumsum(histogram.counts)
     target = percentile / 100.0 * below[-1]
     index = int(np.searchsorted(below, target))

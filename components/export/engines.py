@@ -53,15 +53,13 @@ _CACHE_REFUSED = "timing cache will not be used"  # 8.6, of what it wrote for an
 _FAILS_TO_MERGE = "chooseHigherPrecision"  # where 8.6.0's graph optimizer ends; see `placement.keep_apart`
 
 
-def onnx_file_for(precision: str) -> str:
+def onnx_file_for(precision: Precision) -> str:
     """Name of the bundle's ONNX file that a precision is compiled from on the TensorRT installed here.
 
     Raises:
-        UserError: there is no such precision.
         RuntimeUnavailable: TensorRT can't be used here.
     """
-    _check_precision(precision)
-    return (_STRONGLY_TYPED_FILES if _is_strongly_typed(load_tensorrt()) else _WEAKLY_TYPED_FILES)[precision]
+    return (_STRONGLY_TYPED_FILES if is_strongly_typed() else _WEAKLY_TYPED_FILES)[precision]
 
 
 Sizes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # smallest, tuned for, largest
@@ -124,22 +122,17 @@ def build_engine(
             same kernels.
         optimization_level: 0 (quick build) to 5 (slow build, fastest engine); TensorRT's own default is 3.
         workspace_bytes: Most scratch memory that a layer may use on the GPU.
-        options: What else the plan shall be; see `ExportConfig.engine_options`.
+        options: What else the plan shall be, of what `check_options` accepts; see `ExportConfig.engine_options`.
         mantissa_bits: Explicit mantissa bits that the weights of an FP16 plan keep; see `precision.round_weights`.
 
     Returns:
         What a bundle's manifest says of the plan, without its layers (see `inspection`).
 
     Raises:
-        UserError: the precision, optimization level or an option does not exist, or the file is missing or has other
-            tensors.
+        UserError: the file is missing or has other tensors.
         RuntimeUnavailable: TensorRT can't be used here.
         EngineryError: TensorRT can't parse or build the model; the message holds its reasons.
     """
-    _check_precision(precision)
-    if not 0 <= optimization_level <= 5:
-        message = f"optimization_level must be 0 (quick build) to 5 (fastest engine), got {optimization_level}"
-        raise UserError(message, code="wrong-optimization-level", setting="optimization_level")
     if not onnx_path.is_file():
         raise UserError(f"there is no ONNX file {onnx_path} to build the {precision} engine from", code="onnx-missing")
     trt = load_tensorrt()
@@ -262,12 +255,6 @@ def _try_to_build(trt: ModuleType, order: _Order, model: bytes) -> tuple[Any, tu
     return plan, flags
 
 
-def _check_precision(precision: str) -> None:
-    if precision not in _STRONGLY_TYPED_FILES:
-        message = f"unknown precision {precision!r}; engines exist in {', '.join(_STRONGLY_TYPED_FILES)}"
-        raise UserError(message, code="unknown-precision")
-
-
 def is_strongly_typed() -> bool:
     """True if the TensorRT here takes precisions from the ONNX file.
 
@@ -342,8 +329,7 @@ def _set_precision(trt: ModuleType, config: Any, precision: str, options: Collec
 
 
 def _set_options(trt: ModuleType, config: Any, options: Collection[EngineOption]) -> tuple[str, ...]:
-    """Ask for all options but tf32. Returns the flags, in TensorRT's words."""
-    _check_options(trt, options)
+    """Ask for all options but tf32, which `check_options` has seen. Returns the flags, in TensorRT's words."""
     flags: list[str] = []
     if "version_compatible" in options:
         config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
@@ -367,10 +353,7 @@ def check_options(options: Collection[EngineOption]) -> None:
         UserError: it lacks an option.
         RuntimeUnavailable: TensorRT can't be used here.
     """
-    _check_options(load_tensorrt(), options)
-
-
-def _check_options(trt: ModuleType, options: Collection[EngineOption]) -> None:
+    trt = load_tensorrt()
     has: dict[EngineOption, bool] = {
         "version_compatible": hasattr(trt.BuilderFlag, "VERSION_COMPATIBLE"),
         "hardware_compatible": hasattr(trt, "HardwareCompatibilityLevel"),

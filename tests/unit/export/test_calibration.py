@@ -89,12 +89,6 @@ def test_percentile_agrees_with_numpy(percentile, rectified):
     assert amax == pytest.approx(np.percentile(np.abs(values), percentile), abs=1.01 * histogram.bin_width)
 
 
-@pytest.mark.parametrize("percentile", [0.0, -1.0, 100.1])
-def test_percentile_out_of_range(percentile):
-    with refuses("wrong-percentile", "calibration_percentile"):
-        compute_scale(histogram_of([1.0]), "percentile", percentile)
-
-
 @pytest.mark.parametrize(
     ("method", "low", "high"),
     [

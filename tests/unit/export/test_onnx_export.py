@@ -151,21 +151,20 @@ def test_what_torch_can_not_export(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "images", "code"),
+    ("model", "images"),
     [
-        (Net, random_images(SHAPES, 2), "export-differs"),  # its weights change below
-        (Forgetful, random_images(SHAPES, 2), "export-differs"),
-        (Net, np.full(SHAPES.input_shape(2), np.nan, np.float32), "export-differs"),
-        (Net, np.zeros((2, 3, 8, 8), np.float32), "wrong-image-shape"),
+        (Net, random_images(SHAPES, 2)),  # its weights change below
+        (Forgetful, random_images(SHAPES, 2)),
+        (Net, np.full(SHAPES.input_shape(2), np.nan, np.float32)),
     ],
 )
-def test_a_file_that_answers_otherwise_than_torch(model, images, code, tmp_path):
+def test_a_file_that_answers_otherwise_than_torch(model, images, tmp_path):
     torch.manual_seed(0)
     net = model().eval()
     export_onnx(net, tmp_path / "a.onnx", SHAPES)
     if model is Net:
         torch.nn.init.normal_(net.fc.weight)
-    with refuses(code):
+    with refuses("export-differs"):
         check_against_torch(net, tmp_path / "a.onnx", SHAPES, images)
 
 
