@@ -15,6 +15,7 @@ from onnx import NodeProto
 from components.export.placement import (
     SPATIAL_POOLS,
     GraphIndex,
+    attribute,
     float_graph,
     is_spatial_mean,
     node_id,
@@ -127,8 +128,7 @@ def _ends_depthwise(piece: Sequence[NodeProto], graph: GraphIndex) -> bool:
 
 def _is_depthwise(node: NodeProto, graph: GraphIndex) -> bool:
     weights = graph.initializers.get(node.input[1]) if node.op_type == "Conv" else None
-    group = next((entry.i for entry in node.attribute if entry.name == "group"), 1)
-    return weights is not None and group > 1 and weights.dims[1] == 1
+    return weights is not None and attribute(node, "group", 1) > 1 and weights.dims[1] == 1
 
 
 def _kind(piece: Sequence[NodeProto], graph: GraphIndex) -> str:

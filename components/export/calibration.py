@@ -344,12 +344,7 @@ def collect_with_onnxruntime(
     input_name = model.graph.input[0].name
     _check_known(model, tensors, str(fp32_path))
     outputs = [name for name in tensors if name != input_name]
-    present = {output.name for output in model.graph.output}
-    model.graph.output.extend(
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
-        for name in outputs
-        if name not in present
-    )
+    add_outputs(model, outputs)
     session = ort.InferenceSession(
         model.SerializeToString(),
         providers=["CPUExecutionProvider"],
@@ -367,6 +362,14 @@ def collect_with_onnxruntime(
         return {input_name: images, **dict(zip(outputs, session.run(outputs, {input_name: images}), strict=True))}
 
     return _collected(tensors, runs, values_of, progress, channels)
+
+
+def add_outputs(model: onnx.ModelProto, tensors: Iterable[str]) -> None:
+    """Let a model give these float32 tensors, too, but for its inputs."""
+    known = {value.name for value in (*model.graph.output, *model.graph.input)}
+    model.graph.output.extend(
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in tensors if name not in known
+    )
 
 
 def _collected(

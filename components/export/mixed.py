@@ -8,6 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,10 +169,10 @@ class MixedSearch:
     def _measure(self, accuracy: Accuracy | None) -> list[PlacementTrial]:
         """All candidates behind the reference: speed in turns, then what they predict."""
         every = [self.backend.reference, *self.compiled]
-        runners: dict[str, Runner] = {}
-        try:
-            for compiled in every:
-                runners[compiled.name] = self.backend.open(compiled)
+        with ExitStack() as stack:
+            runners: dict[str, Runner] = {
+                compiled.name: stack.enter_context(closing(self.backend.open(compiled))) for compiled in every
+            }
             speeds: dict[str, list[float]] = {name: [] for name in runners}
             for turn in range(_TURNS):
                 if turn and time.monotonic() >= self.deadline:
@@ -188,9 +189,6 @@ class MixedSearch:
                     speeds[name].append(timing.images_per_s)
             self.log.progress("measuring engines", _TURNS, _TURNS, unit="turns")
             known = accuracy(every, runners) if accuracy is not None else {}
-        finally:
-            for runner in runners.values():
-                runner.close()
         rows = []
         for compiled in every:
             rate = statistics.median(speeds[compiled.name])

@@ -5,7 +5,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -90,16 +90,12 @@ class Candidates:
     def runners(self, models: Mapping[str, onnx.ModelProto]) -> Iterator[dict[str, Runner]]:
         """The models, loaded, as long as the context lasts."""
         loaded: dict[str, Runner] = {}
-        with tempfile.TemporaryDirectory(dir=self.directory) as folder:
-            try:
-                for name, model in models.items():
-                    file = Path(folder, f"{name}.onnx")
-                    onnx.save(model, file)
-                    loaded[name] = self._runner(file)
-                yield loaded
-            finally:
-                for runner in loaded.values():
-                    runner.close()
+        with tempfile.TemporaryDirectory(dir=self.directory) as folder, ExitStack() as stack:
+            for name, model in models.items():
+                file = Path(folder, f"{name}.onnx")
+                onnx.save(model, file)
+                loaded[name] = stack.enter_context(closing(self._runner(file)))
+            yield loaded
 
     def _runner(self, file: Path) -> Runner:
         if self.device.type == "cuda":
@@ -415,9 +411,8 @@ class Selection:
         share_s = (self.deadline - started) / 3
 
         def keep(seen: Mapping[str, Predictions]) -> list[str]:
-            return (
-                ["fp32"] if 2 * (time.monotonic() - started) < share_s else []
-            )  # each stage takes as long as all before
+            # Each stage takes as long as all before.
+            return ["fp32"] if 2 * (time.monotonic() - started) < share_s else []
 
         self._fp32 = self._predict({"fp32": self.model}, "measuring FP32", self.time_left, keep)["fp32"]
         self.num_images = self._fp32.num_images

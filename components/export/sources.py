@@ -175,7 +175,7 @@ def _from_checkpoint(
         shapes=shapes,
         input_digest=checkpoint.digest,
         module=module,
-        training=TrainingRecord.model_validate({name: getattr(record, name) for name in TrainingRecord.model_fields}),
+        training=TrainingRecord.model_validate(record, from_attributes=True),
     )
 
 

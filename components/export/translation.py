@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -64,7 +65,7 @@ from components.common.tasks.translation.search import (
     padded,
 )
 from components.common.tasks.translation.vocabulary import BOS, EOS, PAD, Vocabulary
-from components.export.calibration import Histogram, compute_scale
+from components.export.calibration import Histogram, add_outputs, compute_scale
 from components.export.config import TIMING_CACHES, ExportConfig
 from components.export.engines import (
     Sizes,
@@ -158,7 +159,7 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, data: Artifact[Datas
         calibration=entry,
         num_quantized_layers=len(layers) - len(entry.excluded),
         num_quantizable_layers=len(layers),
-        training=TrainingRecord.model_validate({name: getattr(record, name) for name in TrainingRecord.model_fields}),
+        training=TrainingRecord.model_validate(record, from_attributes=True),
     )
     train = data.manifest.splits["train"]
     log.dataset("train", train.digest, train.num_images, "training")
@@ -375,14 +376,8 @@ class OnnxNetwork:
     def __post_init__(self) -> None:
         self._sessions = []
         for graph, histograms in zip(self.graphs, self.histograms, strict=True):
-            watched = onnx.ModelProto()
-            watched.CopyFrom(graph)
-            known = {value.name for value in (*graph.graph.output, *graph.graph.input)}
-            watched.graph.output.extend(
-                onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
-                for name in histograms
-                if name not in known
-            )
+            watched = deepcopy(graph)
+            add_outputs(watched, histograms)
             self._sessions.append(new_session(watched.SerializeToString()))
         (state,) = (each.shape for each in self._sessions[1].get_inputs() if each.name == "state")
         self._state_sizes = [size if isinstance(size, int) else None for size in state]

@@ -15,6 +15,10 @@ def resnet18(onnx_of):
     path = onnx_of("resnet18")
     model = onnx.load(path)
     images = random_images(shapes_of("resnet18"), 8)
-    histograms = collect_with_onnxruntime(path, activation_tensors(model), [images])
-    scales = {name: compute_scale(histogram, "max") for name, histogram in histograms.items()}
-    return path, model, images, scales
+    return path, model, images, max_scales(path, images)
+
+
+def max_scales(path, images, **wanted):
+    """Scales of a file's activations by their largest magnitudes on some images."""
+    histograms = collect_with_onnxruntime(path, activation_tensors(onnx.load(path), **wanted), [images])
+    return {name: compute_scale(histogram, "max") for name, histogram in histograms.items()}

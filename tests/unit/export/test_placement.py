@@ -1,6 +1,7 @@
 """The places of Q/DQ nodes, asserted on the graph of real networks; and what the quantized files compute."""
 
 import collections
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,6 @@ from torchvision.models.googlenet import Inception
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.transforms import ShapeSpec
 from components.export import placement
-from components.export.calibration import collect_with_onnxruntime, compute_scale
 from components.export.onnx_export import export_onnx
 from components.export.placement import activation_tensors, inline_constants, keep_apart, quantizable_layers, with_names
 from components.export.precision import raise_opset, to_fp16
@@ -22,6 +22,7 @@ from tests.unit.refusals import refuses
 
 from ..networks import onnx_model, random_images
 from ..onnx_outputs import relative, run_ort
+from .conftest import max_scales
 
 # name, Conv nodes, Gemm nodes, residual Adds, poolings
 SLOW = ("resnet50", "vgg19")  # their kinds of layers are resnet18's and alexnet's
@@ -407,14 +408,12 @@ def inception(tmp_path_factory: pytest.TempPathFactory) -> onnx.ModelProto:
     file = tmp_path_factory.mktemp("onnx") / "fp32.onnx"
     export_onnx(model.eval(), file, SHAPES)
     fp32 = with_names(onnx.load(file))
-    histograms = collect_with_onnxruntime(file, activation_tensors(fp32), [random_images(SHAPES, 2)])
-    return insert_qdq(fp32, {name: compute_scale(seen, "max") for name, seen in histograms.items()})
+    return insert_qdq(fp32, max_scales(file, random_images(SHAPES, 2)))
 
 
 @pytest.mark.parametrize("left_out", [(), ("kernel_shape",), ("dilations",)])
 def test_logits_stay_and_no_convolutions_can_be_merged(inception: onnx.ModelProto, left_out: tuple[str, ...]) -> None:
-    model = onnx.ModelProto()
-    model.CopyFrom(inception)
+    model = deepcopy(inception)
     for node in _convolutions(model)[::2]:  # attributes that a node need not have
         kept = [entry for entry in node.attribute if entry.name not in left_out]
         del node.attribute[:]
@@ -439,7 +438,7 @@ def _convolutions(model: onnx.ModelProto) -> list[onnx.NodeProto]:
 
 
 def _dilation(node: onnx.NodeProto) -> int:
-    return next((entry.ints[0] for entry in node.attribute if entry.name == "dilations"), 1)
+    return placement.attribute(node, "dilations", [1])[0]
 
 
 def test_convolutions_of_other_strides_and_dilations_differ_too() -> None:
@@ -469,12 +468,10 @@ def test_relus_behind_larger_kernels_become_clips_that_change_nothing(tmp_path: 
 
     export_onnx(Heads().eval(), tmp_path / "fp32.onnx", SHAPES)
     fp32 = with_names(onnx.load(tmp_path / "fp32.onnx"))
-    histograms = collect_with_onnxruntime(tmp_path / "fp32.onnx", activation_tensors(fp32), [random_images(SHAPES, 2)])
-    int8 = insert_qdq(fp32, {name: compute_scale(seen, "max") for name, seen in histograms.items()})
+    int8 = insert_qdq(fp32, max_scales(tmp_path / "fp32.onnx", random_images(SHAPES, 2)))
     typed = to_fp16(raise_opset(fp32))
     for model in (fp32, int8, typed):
-        apart = onnx.ModelProto()
-        apart.CopyFrom(model)
+        apart = deepcopy(model)
         assert len(keep_apart(apart)) == 2  # neither the first nor that without a ReLU
         onnx.checker.check_model(apart, full_check=True)
         kinds = [node.op_type for node in apart.graph.node if node.op_type in ("Relu", "Clip")]

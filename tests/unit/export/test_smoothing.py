@@ -21,6 +21,7 @@ from components.export.smoothing import channels, smooth, smoothable, smoothed_s
 
 from ..networks import onnx_model, random_images, small_vit, with_outliers
 from ..onnx_outputs import relative, run_ort
+from .conftest import max_scales
 
 SHAPES = ShapeSpec(height=32, width=32)
 IMAGES = random_images(SHAPES, 16)
@@ -204,8 +205,7 @@ def test_attention_scores_read_codes_where_asked(exported, build):
 @pytest.mark.parametrize("build", [small_vit, swin])
 def test_openvino_multiplies_in_integers_and_fp16_files_run(exported, build):
     path, model = exported(build())
-    histograms = collect_with_onnxruntime(path, activation_tensors(model, scores=True), [IMAGES])
-    scales = {name: compute_scale(histogram, "max") for name, histogram in histograms.items()}
+    scales = max_scales(path, IMAGES, scores=True)
     quantized = insert_qdq(model, scales, arithmetic=Arithmetic(weight_bits=7))
     with_scores = insert_qdq(model, scales, arithmetic=Arithmetic(weight_bits=7, scores="int8"))
     hints = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}

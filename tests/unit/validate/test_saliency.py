@@ -1,5 +1,7 @@
 """Maps of inner layers: Grad-CAM against hooks in plain PyTorch, Q/DQ gradients, which layers there are."""
 
+from copy import deepcopy
+
 import numpy as np
 import onnx
 import pytest
@@ -166,8 +168,7 @@ def test_running_with_a_gradient_changes_no_value(model, int8):
 @pytest.mark.parametrize("quantized", [False, True])
 def test_a_softmax_at_the_end_does_not_hide_the_logit(model, int8, quantized):
     plain = int8 if quantized else model
-    softmax = onnx.ModelProto()
-    softmax.CopyFrom(plain)
+    softmax = deepcopy(plain)
     output = softmax.graph.output[0].name
     for node in softmax.graph.node:
         node.output[:] = ["scores" if name == output else name for name in node.output]
