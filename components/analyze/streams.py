@@ -232,6 +232,9 @@ class Streams:
         except Exception as error:  # raised by `take`, in its thread
             self._failure = error
             self.stop()
+        with self._changed:
+            self._num_reading -= 1
+            self._changed.notify_all()
 
     def _read_files(self) -> None:
         while not self._stop.is_set():
@@ -239,35 +242,17 @@ class Streams:
                 state = self._files.popleft()
             except IndexError:
                 break
-            problem = ""
-            try:
-                self._read(state)
-                if not (state.num_decoded or self._stop.is_set()):
-                    problem = _no_frame(state)
-            except EngineryError as error:
-                problem = str(error)
-            except Exception as error:  # a library's, over a file that is not ours: the others are read all the same
-                problem = f"{state.source.name} can't be read: {type(error).__name__}"
+            problem = self._try_to_read(state)
+            if not (problem or state.num_decoded or self._stop.is_set()):
+                problem = _no_frame(state)
             self._end(state, problem)
-        self._stop_reading()
-
-    def _stop_reading(self) -> None:
-        with self._changed:
-            self._num_reading -= 1
-            self._changed.notify_all()
 
     def _read_live(self, state: StreamState) -> None:
         """Read a live source, and try again while it does not answer. Numbers of frames continue."""
         problem, lost_at = "", None
         while not self._stop.is_set():
             before = state.num_decoded
-            try:
-                self._read(state)
-                problem = f"{state.source.name} ended"
-            except EngineryError as error:
-                problem = str(error)
-            except Exception as error:
-                problem = f"{state.source.name} can't be read: {type(error).__name__}"
+            problem = self._try_to_read(state) or f"{state.source.name} ended"
             if self._stop.is_set():
                 problem = "" if state.num_decoded else problem
                 break
@@ -280,7 +265,16 @@ class Streams:
                 break
             self._stop.wait(_RETRY_S)
         self._end(state, problem)
-        self._stop_reading()
+
+    def _try_to_read(self, state: StreamState) -> str:
+        """Read a stream to its end. Returns why that failed; empty where it did not."""
+        try:
+            self._read(state)
+        except EngineryError as error:
+            return str(error)
+        except Exception as error:  # a library's, over a file that is not ours: the others are read all the same
+            return f"{state.source.name} can't be read: {type(error).__name__}"
+        return ""
 
     def _read(self, state: StreamState) -> None:
         timeout_s = 2 * max(self.config.stall_seconds, 0.5)
