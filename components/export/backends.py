@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -296,10 +297,8 @@ class Int8Plans:
     def _accuracy(self, _: Sequence[Compiled], runners: Mapping[str, Runner]) -> dict[str, dict[str, Any]]:
         from components.common.runtimes.tensorrt import TensorRTRunner
 
-        def progress(done: int, total: int) -> None:
-            self.log.progress("comparing engines", done, total, unit="images")
-
         assert self.samples is not None
+        progress = partial(self.log.progress, "comparing engines", unit="images")
         with closing(TensorRTRunner(self.output / "fp32.plan", self.shapes)) as runner:
             found = predict({"fp32": runner, **runners}, self.samples, self.samples.num_images, progress)
         fp32 = found.pop("fp32")

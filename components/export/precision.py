@@ -51,20 +51,21 @@ def to_fp16(model: onnx.ModelProto, fp16: Collection[str] = ()) -> onnx.ModelPro
     return converted
 
 
-def raise_opset(model: onnx.ModelProto, opset: int = FP16_QDQ_OPSET) -> onnx.ModelProto:
-    """Returns a copy of `model` at `opset` (never lower than it has), with the IR version that the opset needs.
+def raise_opset(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a copy of `model` at `FP16_QDQ_OPSET` (never lower than it has), with the IR version that this needs.
 
     Raises:
         EngineryError: ONNX has no conversion for an operator of the model, or the result is not a valid model.
     """
     try:
-        raised = version_converter.convert_version(model, max(opset, model_opset(model)))
+        raised = version_converter.convert_version(model, max(FP16_QDQ_OPSET, model_opset(model)))
     except (RuntimeError, version_converter.ConvertError) as error:
         raise EngineryError(
-            f"opset {opset}: ONNX can't convert this model from {model_opset(model)}: {error}", code="conversion-failed"
+            f"opset {FP16_QDQ_OPSET}: ONNX can't convert this model from {model_opset(model)}: {error}",
+            code="conversion-failed",
         ) from error
     raised.ir_version = max(model.ir_version, onnx.helper.find_min_ir_version_for(raised.opset_import))
-    _check(raised, f"opset {opset}")
+    _check(raised, f"opset {FP16_QDQ_OPSET}")
     return raised
 
 

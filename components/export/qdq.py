@@ -219,7 +219,7 @@ def _float_type(model: onnx.ModelProto, graph: GraphIndex) -> int:
     if opset < needed:
         raise EngineryError(
             f"quantization: the model has opset {opset}, but Q/DQ on these types needs {needed}. "
-            f"Raise it first (precision.raise_opset(model, {needed})).",
+            "Raise it first (precision.raise_opset).",
             code="unsupported-opset",
         )
     return int(types.pop())

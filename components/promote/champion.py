@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -209,7 +210,7 @@ class Decision:
                 champion.version,
                 present.precision,
                 self.data,
-                lambda done, total: self.log.progress("measuring the champion", done, total, unit=unit),
+                partial(self.log.progress, "measuring the champion", unit=unit),
                 self.log.note,
             )
         return compare_versions(self.evaluation, self._measured[number], number, self.config.tolerance_points)

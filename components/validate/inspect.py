@@ -25,7 +25,6 @@ from components.common.data.dali_pipelines import load_image
 from components.common.data.evaluation import probabilities
 from components.common.data.image_files import undecodable
 from components.common.data.read_alike import check_encoded
-from components.common.runtimes import RuntimeOption
 from components.common.runtimes.onnx_files import read_onnx
 from components.common.runtimes.selection import RuntimeSelection, select_runtimes
 from components.common.runtimes.torch import TorchGraph, UnsupportedOperators
@@ -98,7 +97,6 @@ def inspect(
     *,
     layers: Sequence[str] = (),
     kind: MapKind = "gradcam",
-    runtime: RuntimeOption = "auto",
 ) -> Inspection:
     """Run images through every precision, and look into FP32 and INT8.
 
@@ -109,7 +107,6 @@ def inspect(
         files: images in the formats that preprocess takes.
         layers: names of layers; none for the default, see `saliency.chosen_layers`.
         kind: of the maps.
-        runtime: what runs the precisions.
 
     Raises:
         UserError: a file is no such image, or a layer is unknown.
@@ -119,7 +116,7 @@ def inspect(
     record = bundle.manifest
     inputs = [load_input(file, record.image_transform) for file in files]
     graphs, found, missing = _graphs(bundle, layers)
-    selections = select_runtimes(bundle, runtime)
+    selections = select_runtimes(bundle, "auto")
     try:
         predictions = [tuple(_predict(selection, image) for selection in selections) for image in inputs]
     finally:

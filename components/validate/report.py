@@ -9,7 +9,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import yaml
@@ -294,10 +294,10 @@ def _confusion(
     per_label = np.bincount(own.labels, minlength=len(classes)).tolist()
     wrong = sorted((pair for pair in counts if pair[0] != pair[1]), key=lambda pair: (-counts[pair], pair))
     small = len(classes) <= MAX_MATRIX_CLASSES
-    found = {name: _pair_counts(entry, len(classes)) for name, entry in others.items()} if small else {}
+    found = {name: _matrix(_pair_counts(entry, len(classes)), len(classes)) for name, entry in others.items() if small}
     return Confusion(
         matrix=_matrix(counts, len(classes)) if small else None,
-        others={name: _matrix(entry, len(classes)) for name, entry in found.items()},
+        others=found,
         pairs=tuple(
             ConfusedPair(
                 label=classes[label],
@@ -316,16 +316,15 @@ def _matrix(counts: Counter[tuple[int, int]], num_classes: int) -> tuple[tuple[i
 
 
 def _data(data: DatasetManifest) -> Data:
-    names: tuple[Literal["train", "val"], ...] = ("train", "val")
     splits = (
         SplitSummary(
             name=name,
-            num_images=data.splits[name].num_images,
-            digest=data.splits[name].digest,
-            fewest=min(data.splits[name].class_counts, default=None),
-            most=max(data.splits[name].class_counts, default=None),
+            num_images=split.num_images,
+            digest=split.digest,
+            fewest=min(split.class_counts, default=None),
+            most=max(split.class_counts, default=None),
         )
-        for name in names
+        for name, split in sorted(data.splits.items())
     )
     return Data(
         num_classes=len(data.classes),

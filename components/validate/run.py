@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,13 +36,7 @@ from components.common.contracts.records import (
     measures,
 )
 from components.common.contracts.statistics import holm
-from components.common.data.baseline import (
-    STATISTICS,
-    Baseline,
-    StatisticName,
-    baseline_file,
-    make_baseline,
-)
+from components.common.data.baseline import STATISTICS, Baseline, StatisticName, baseline_file, make_baseline
 from components.common.data.corruptions import CORRUPTIONS, Corruption
 from components.common.data.evaluation import ClassPredictions, predict_in_parts
 from components.common.data.image_files import near_duplicates_of_training
@@ -261,7 +256,7 @@ def predict_validation(
     return predict_in_parts(
         [(device.runners, loader) for device, loader in zip(devices, loaders, strict=True)],
         data.manifest.splits["val"].num_images * max(1, len(corruptions)),
-        lambda done, total: log.progress(f"measuring accuracy{degraded}", done, total, unit="images"),
+        partial(log.progress, f"measuring accuracy{degraded}", unit="images"),
         None if corruptions else bundle.manifest.image_transform,
     )
 
@@ -406,12 +401,7 @@ def _benchmark(
         for selection in selections
         if selection.runner is not None and RUNTIMES[selection.runner.runtime].measures_speed
     ]
-    rows = measure_speed(
-        config,
-        runners,
-        max_batch,
-        lambda done, total, now: log.progress("measuring speed", done, total, now),
-    )
+    rows = measure_speed(config, runners, max_batch, partial(log.progress, "measuring speed"))
     budget_ms = config.latency_budget_ms
     budget = within_budget(budget_ms, rows, accuracy, config.gate) if budget_ms is not None else None
     return BenchmarkReport(bundle_digest=models.digest, rows=rows, latency_budget=budget)

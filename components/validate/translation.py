@@ -77,7 +77,7 @@ def measure(
                 translate_all(
                     translator,
                     sentences,
-                    partial(_say, log, precision),
+                    partial(log.progress, f"translating by {precision}", unit="sentences"),
                     beam_size=config.beam_size,
                     batch_size=config.batch_size,
                 ),
@@ -109,10 +109,6 @@ def measure(
     write_atomically(output / "predictions.jsonl", written.encode())
     log.progress("writing the report", 0, 1)
     return gather_report(config, models, data, predictions, accuracy, benchmark, sentences), {}
-
-
-def _say(log: StepLog, precision: Precision, done: int, total: int) -> None:
-    log.progress(f"translating by {precision}", done, total, unit="sentences")
 
 
 def _row(
@@ -191,12 +187,7 @@ def _benchmark(
         if RUNTIMES[translator.runtime].measures_speed
     }
     alone = config.model_copy(update={"benchmark_streams": (1,), "benchmark_no_transfer_batch_sizes": ()})
-    rows = measure_speed(
-        alone,
-        list(runners.items()),
-        _MAX_BATCH,
-        lambda done, total, now: log.progress("measuring speed", done, total, now),
-    )
+    rows = measure_speed(alone, list(runners.items()), _MAX_BATCH, partial(log.progress, "measuring speed"))
     num_tokens = {
         name: np.mean([len(ids) for ids in vocabulary.encode([own.hypotheses[place] for place in places.tolist()])])
         for name, own in predictions.items()

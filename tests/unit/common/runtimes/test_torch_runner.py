@@ -14,7 +14,7 @@ from components.common.contracts.errors import EngineryError
 from components.common.runtimes import torch_operators
 from components.common.runtimes.torch import TorchGraph, TorchRunner
 from components.export.placement import activation_tensors, node_id
-from components.export.precision import FP16_QDQ_OPSET, raise_opset, to_fp16
+from components.export.precision import raise_opset, to_fp16
 from components.export.qdq import insert_qdq
 from tests.unit.networks import onnx_model, random_images, shapes_of
 from tests.unit.onnx_outputs import relative, run_ort, run_torch
@@ -84,7 +84,7 @@ def test_typed_fp16_networks_run_on_the_cpu(network):
     net = network("resnet18")
     fp16 = to_fp16(net.model)
     assert relative(run_torch(fp16, net.images), run_ort(net.model, net.images)["logits"]) < 1e-2
-    errors = errors_by_node(insert_qdq(raise_opset(fp16, FP16_QDQ_OPSET), net.scales), net.images)
+    errors = errors_by_node(insert_qdq(raise_opset(fp16), net.scales), net.images)
     assert errors.pop("QuantizeDequantizeLinear") == 0.0
     assert max(errors.values()) <= 2**-10  # half a unit in the last place of float16, twice
 
