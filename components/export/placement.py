@@ -251,7 +251,7 @@ def inline_constants(model: onnx.ModelProto) -> onnx.ModelProto:
     kept = []
     outputs = {output.name for output in graph.output}
     for node in graph.node:
-        value = next((attribute.t for attribute in node.attribute if attribute.name == "value"), None)
+        value = attribute(node, "value", None)
         if node.op_type == "Constant" and value is not None and node.output[0] not in outputs:
             constants[node.output[0]] = node.output[0]
             graph.initializer.add().CopyFrom(value)

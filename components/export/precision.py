@@ -11,7 +11,7 @@ from onnxruntime.transformers import float16
 
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.records import FP16_MANTISSA_BITS
-from components.export.placement import GraphIndex, model_opset, replace_nodes
+from components.export.placement import GraphIndex, attribute, model_opset, replace_nodes
 
 FP16_MAX = 65504.0
 FP16_QDQ_OPSET = 19  # first opset whose QuantizeLinear takes float16 tensors and scales
@@ -123,10 +123,7 @@ def _constant(graph: GraphIndex, name: str) -> TensorProto | None:
     """The constant that a name stands for, within the model."""
     if name in graph.initializers:
         return graph.initializers[name]
-    node = graph.producer.get(name)
-    if node is None or node.op_type != "Constant":
-        return None
-    return next((attribute.t for attribute in node.attribute if attribute.name == "value"), None)
+    return attribute(graph.producer[name], "value", None) if graph.is_constant(name) else None
 
 
 def _rounded(values: np.ndarray, bits: int) -> np.ndarray:

@@ -58,8 +58,8 @@ def test_windows_of_a_swin_are_constants(tmp_path):
     assert_same_answers(written, folded)
 
 
-def graph_of(nodes, initializers=(), size="batch") -> onnx.ModelProto:
-    return onnx_model(nodes, {"images": [size, 3, 32, 32]}, {"logits": ["batch", 10]}, dict(initializers))
+def graph_of(nodes, initializers=()) -> onnx.ModelProto:
+    return onnx_model(nodes, {"images": ["batch", 3, 32, 32]}, {"logits": ["batch", 10]}, dict(initializers))
 
 
 WEIGHTS = np.random.default_rng(0).standard_normal((10, 3072)).astype(np.float32)

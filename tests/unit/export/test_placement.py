@@ -257,16 +257,16 @@ def test_scales_below_fp16():
     assert scales_below_fp16({"a": 1e-5, "b": 0.1}) == ["a"]
 
 
-def graph_model(nodes, weights, output, opset=17):
-    """A model of one input x [N, 4, 8, 8] with the given nodes and initializers."""
-    model = onnx_model(nodes, {"x": ["N", 4, 8, 8]}, {output: None}, weights, opset=opset)
+def graph_model(nodes, weights):
+    """A model of one input x [N, 4, 8, 8] and the output y with the given nodes and initializers."""
+    model = onnx_model(nodes, {"x": ["N", 4, 8, 8]}, {"y": None}, weights)
     model = onnx.shape_inference.infer_shapes(model)  # fills in the output's shape
     onnx.checker.check_model(model)
     return model
 
 
-def conv_weights(seed=0, out=4):
-    return np.random.default_rng(seed).standard_normal((out, 4, 1, 1), dtype=np.float32)
+def conv_weights():
+    return np.random.default_rng(0).standard_normal((4, 4, 1, 1), dtype=np.float32)
 
 
 def quantize_all(model, **options):
@@ -287,7 +287,7 @@ def test_tensors_that_can_not_be_negative(node, expected):
     attributes = {"Concat": {"axis": 1}, "MaxPool": {"kernel_shape": [2, 2]}}.get(node[0], {})
     nodes = [helper.make_node("Relu", ["x"], ["relu"]), helper.make_node(*node, ["y"], **attributes)]
     limits = {"zero": np.float32(0), "below": np.float32(-1)}
-    model = graph_model(nodes, {"w": conv_weights(), **{name: np.asarray(low) for name, low in limits.items()}}, "y")
+    model = graph_model(nodes, {"w": conv_weights(), **{name: np.asarray(low) for name, low in limits.items()}})
     assert placement.GraphIndex(model.graph).is_nonnegative("y") == expected
 
 
@@ -299,7 +299,7 @@ def test_batch_normalization_does_not_hide_the_main_branch():
         helper.make_node("BatchNormalization", ["c", "one", "one", "one", "one"], ["b"]),
         helper.make_node("Add", ["b", "r"], ["y"]),
     ]
-    graph = quantize_all(graph_model(nodes, {"w": conv_weights(), "one": ones}, "y"))
+    graph = quantize_all(graph_model(nodes, {"w": conv_weights(), "one": ones}))
     add = graph.of_type("Add")[0]
     assert [graph.is_dequantized(name) for name in add.input] == [False, True]
 
@@ -311,7 +311,7 @@ def test_an_add_without_a_conv_of_its_own_stays_in_float():
         helper.make_node("Add", ["c", "r"], ["s"]),  # c has two readers: no convolution can take the Add in
         helper.make_node("Add", ["s", "k"], ["y"]),  # a constant is no shortcut
     ]
-    graph = quantize_all(graph_model(nodes, {"w": conv_weights(), "k": np.ones((1, 4, 1, 1), np.float32)}, "y"))
+    graph = quantize_all(graph_model(nodes, {"w": conv_weights(), "k": np.ones((1, 4, 1, 1), np.float32)}))
     assert not any(graph.is_dequantized(name) for node in graph.of_type("Add") for name in node.input)
 
 
@@ -326,7 +326,7 @@ def test_matmul_and_untransposed_gemm_have_their_channels_last():
     ]
     shapes = {"w1": (4, 6), "w2": (6, 5)}
     weights = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
-    graph = quantize_all(graph_model(nodes, weights, "y"))
+    graph = quantize_all(graph_model(nodes, weights))
     assert graph.is_dequantized(graph.of_type("ReduceMean")[0].input[0])
     for node, channels in ((graph.of_type("MatMul")[0], 6), (graph.of_type("Gemm")[0], 5)):
         dequantize = graph.producer[node.input[1]]
@@ -344,7 +344,7 @@ def test_openvino_averages_in_float_what_float_operators_read(runtime):
         helper.make_node("AveragePool", ["mixed"], ["second"], **pool),
         helper.make_node("Conv", ["second", "w"], ["y"]),
     ]
-    model = graph_model(nodes, {"w": np.ones((4, 4, 1, 1), np.float32)}, "y")
+    model = graph_model(nodes, {"w": np.ones((4, 4, 1, 1), np.float32)})
     graph = quantize_all(model, arithmetic=Arithmetic(runtime=runtime))
     in_int8 = [graph.is_dequantized(node.input[0]) for node in graph.of_type("AveragePool")]
     assert in_int8 == [runtime == "tensorrt", True]
@@ -368,7 +368,7 @@ def test_shared_and_zero_weights():
     weights = conv_weights()
     weights[2] = 0.0
     nodes = [helper.make_node("Conv", ["x", "w"], ["a"]), helper.make_node("Conv", ["a", "w"], ["y"])]
-    model = graph_model(nodes, {"w": weights}, "y")
+    model = graph_model(nodes, {"w": weights})
     scales = dict.fromkeys(activation_tensors(model), 0.05)
     for storage in ("qdq", "dq"):
         quantized = insert_qdq(model, scales, weights=storage)
@@ -385,7 +385,7 @@ def test_inline_constants_reads_initializers_directly():
         helper.make_node("Identity", ["b"], ["b2"]),
         helper.make_node("Conv", ["x", "w", "b2"], ["y"]),
     ]
-    model = graph_model(nodes, {"b": np.ones(4, np.float32)}, "y")
+    model = graph_model(nodes, {"b": np.ones(4, np.float32)})
     inlined = inline_constants(model)
     onnx.checker.check_model(inlined, full_check=True)
     assert [node.op_type for node in inlined.graph.node] == ["Conv"]

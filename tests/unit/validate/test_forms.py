@@ -277,14 +277,12 @@ def judged(
     rows = (fp32, other, int8.model_copy(update=change))
     entry = GateCheck(name=check, measured=measured, threshold=0.5, verdict=verdict, explanation="")
     found = {"checks": (entry,), "recommendation": advice, "thresholds": Thresholds(min_score_pct=99.0)}
-    selection = report.calibration.selection
-    selection = selection.model_copy(update={"out_of_time": False})
-    accuracy = report.accuracy.model_copy(update={"rows": rows})
-    benchmark = report.benchmark if speeds else report.benchmark.model_copy(update={"rows": ()})
-    verdict = report.verdict.model_copy(update=found)
-    changed_report = report.model_copy(update={"accuracy": accuracy, "benchmark": benchmark, "verdict": verdict})
-    calibration = {"selection": selection, **({} if chosen else {"method": "entropy"})}
-    return next_steps(exported_with(updated(changed_report, "calibration", **calibration), **(export or {})))
+    calibration = {} if chosen else {"method": "entropy"}
+    calibration["selection"] = report.calibration.selection.model_copy(update={"out_of_time": False})
+    report = updated(report, "accuracy", rows=rows)
+    report = report if speeds else updated(report, "benchmark", rows=())
+    report = updated(updated(report, "verdict", **found), "calibration", **calibration)
+    return next_steps(exported_with(report, **(export or {})))
 
 
 def exported_with(report: Report, **config: Any) -> Report:
@@ -338,20 +336,19 @@ def test_each_cause_has_its_remedy(
 def test_after_an_fp32_score_of_nothing_calibration_is_no_remedy(reports: dict[str, Report]) -> None:
     report = reports["ten classes"]
     rows = tuple(row.model_copy(update={"score_pct": 0.0}) for row in report.accuracy.rows)
-    unlearned = report.model_copy(update={"accuracy": report.accuracy.model_copy(update={"rows": rows})})
+    unlearned = updated(report, "accuracy", rows=rows)
     entry = GateCheck(
         name="relative_score_pct", measured=None, threshold=99.0, verdict="not enough evidence", explanation=""
     )
     for asks, number_of in ((True, 0), (False, 1)):
-        found = {"checks": (entry,), "thresholds": Thresholds(require_above_chance=asks)}
-        steps = next_steps(unlearned.model_copy(update={"verdict": report.verdict.model_copy(update=found)}))
+        thresholds = Thresholds(require_above_chance=asks)
+        steps = next_steps(updated(unlearned, "verdict", checks=(entry,), thresholds=thresholds))
         assert [step.startswith("Train again") for step in steps] == [True] * number_of
 
 
 def test_every_check_of_the_gate_has_a_remedy(reports: dict[str, Report]) -> None:
     assert {row[0] for row in REMEDIES} == set(CHECKS)
-    passed = reports["ten classes"].verdict.model_copy(update={"passed": True, "checks": ()})
-    assert next_steps(reports["ten classes"].model_copy(update={"verdict": passed})) == []
+    assert next_steps(updated(reports["ten classes"], "verdict", passed=True, checks=())) == []
 
 
 def test_the_number_of_images_decides(reports: dict[str, Report]) -> None:
