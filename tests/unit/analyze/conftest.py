@@ -49,6 +49,12 @@ def write_video(path: Path, frames: list[np.ndarray], codec: str = "libx264", **
     return path
 
 
+def pictures_of(path: Path) -> list[np.ndarray]:
+    """Its frames as others decode them, [H, W, 3] uint8 each."""
+    with av.open(str(path)) as container:
+        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+
+
 @pytest.fixture(scope="session")
 def bundle(proved: Proved) -> Bundle:
     return load(proved.folder / "bundle", BundleManifest)

@@ -13,13 +13,14 @@ import av
 import numpy as np
 
 _MOST_BYTES = 1400  # of a packet's payload
+_RATE = 30  # frames per second
 
 
-def encoded(frames: list[np.ndarray], rate: int = 30) -> Iterator[list[bytes]]:
+def encoded(frames: list[np.ndarray]) -> Iterator[list[bytes]]:
     """The NAL units of each frame; every frame is a key frame, so that a client may join at any time."""
     context = av.CodecContext.create("libx264", "w")
     height, width = frames[0].shape[:2]
-    context.width, context.height, context.pix_fmt, context.framerate = width, height, "yuv420p", rate
+    context.width, context.height, context.pix_fmt, context.framerate = width, height, "yuv420p", _RATE
     context.options = {"tune": "zerolatency", "g": "1", "preset": "ultrafast"}
     for pixels in frames:
         for packet in context.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(format="yuv420p")):
@@ -29,12 +30,12 @@ def encoded(frames: list[np.ndarray], rate: int = 30) -> Iterator[list[bytes]]:
 class RtspServer:
     """Sends the frames over and over in real time. A context. `cut` drops the clients; `paused` sends nothing."""
 
-    def __init__(self, frames: list[np.ndarray], rate: int = 30, login: str = "", port: int = 0) -> None:
-        self.units = list(encoded(frames, rate))
-        self.rate, self.login = rate, login
+    def __init__(self, frames: list[np.ndarray], login: str = "") -> None:
+        self.units = list(encoded(frames))
+        self.login = login
         self.requests: list[str] = []
         self.paused = threading.Event()
-        self._socket = socket.create_server(("127.0.0.1", port))
+        self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
         self._clients: list[socket.socket] = []
         self._stopped = threading.Event()
@@ -110,12 +111,12 @@ class RtspServer:
                 if self.paused.is_set():
                     time.sleep(0.02)
                     continue
-                time.sleep(max(0.0, began + index / self.rate - time.monotonic()))
+                time.sleep(max(0.0, began + index / _RATE - time.monotonic()))
                 units = self.units[index % len(self.units)]
                 for unit in units:
                     for payload, ends in _payloads(unit):
                         marker = 0x80 if ends and unit is units[-1] else 0
-                        clock = index * 90_000 // self.rate
+                        clock = index * 90_000 // _RATE
                         rtp = struct.pack("!BBHII", 0x80, marker | 96, sequence & 0xFFFF, clock & 0xFFFFFFFF, 1)
                         client.sendall(struct.pack("!cBH", b"$", 0, len(rtp) + len(payload)) + rtp + payload)
                         sequence += 1

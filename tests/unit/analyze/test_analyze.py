@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -57,7 +58,7 @@ from components.promote.pyfunc import BundleModel
 from enginery.cli.video import video as video_command
 from tests.conftest import Bundle
 from tests.processes import ROOT, on_small_disk, start_python
-from tests.unit.analyze.conftest import PER_DIGIT, SHOWN, Analyze, digit_frames, lines, write_video
+from tests.unit.analyze.conftest import PER_DIGIT, SHOWN, Analyze, digit_frames, lines, pictures_of, write_video
 from tests.unit.analyze.rtsp import RtspServer
 from tests.unit.refusals import refuses
 from tests.unit.shapes import Chain
@@ -90,8 +91,7 @@ def test_labels_of_frames_are_those_of_images(
 ) -> None:
     video = write_video(tmp_path / name, digit_frames(size), codec)
     analysis = run_analysis(video)
-    with av.open(str(video)) as container:
-        stills = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    stills = pictures_of(video)
     assert len(stills) == len(SHOWN) * PER_DIGIT
     expected = BundleModel(bundle, "int8", "auto").predict(stills, {"top_k": 3})
     found = lines(analysis, "frames.jsonl")
@@ -113,8 +113,7 @@ def test_boxes_and_masks_of_frames_are_those_of_images(
     frames = [np.asarray(Image.open(image).convert("RGB").resize((192, 144))) for image in images for _ in range(4)]
     video = write_video(tmp_path / "shapes.mp4", frames, crf="12")
     analysis = run_analysis(video, model=bundle, annotate=True, hold_frames=3)
-    with av.open(str(video)) as container:
-        stills = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    stills = pictures_of(video)
     answers = BundleModel(bundle, "int8", "auto").predict(stills).to_dict("records")
     found = lines(analysis, "frames.jsonl")
     known = {"stream", "frame", "time_s"}
@@ -143,10 +142,7 @@ def assert_drawn(
     analysis: Artifact[AnalysisManifest], stills: list[np.ndarray], answers: list[dict[str, Any]], task: Answers
 ) -> None:
     """The annotated video shows the answers, and so do the page's thumbnails."""
-    with av.open(str(analysis.file("0000_shapes.mp4"))) as container:
-        pictures = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
-    assert len(pictures) == len(stills)
-    for picture, still, answer in zip(pictures, stills, answers, strict=True):
+    for picture, still, answer in zip(pictures_of(analysis.file("0000_shapes.mp4")), stills, answers, strict=True):
         wanted = np.asarray(task.drawn(Image.fromarray(still), answer))
         drawn = (wanted != still).any(axis=2)
         drawn[:24] = False  # the bar with text
@@ -180,8 +176,7 @@ def test_events_page_and_annotated_video_of_a_folder(run_analysis: Analyze, tmp_
     assert page.count('class="timeline"') == 2
     assert "data:image/jpeg;base64," in page
     for name in ("0000_two.mp4", "0001_one.mp4"):
-        with av.open(str(analysis.file(name))) as container:
-            assert sum(1 for _ in container.decode(video=0)) == len(frames)
+        assert len(pictures_of(analysis.file(name))) == len(frames)
         assert name in analysis.manifest.files
         assert f'href="{name}"' in page
 
@@ -190,17 +185,14 @@ def test_an_annotated_video_that_was_not_written_in_whole_is_none(tmp_path: Path
     video, before = AnnotatedVideo(tmp_path / "a.mp4"), resource.getrlimit(resource.RLIMIT_FSIZE)
     for number, pixels in enumerate(digit_frames()):
         video.write(Image.fromarray(pixels), number / 30, "")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (video_size(tmp_path) + 4096, before[1]))
+    num_bytes = sum(file.stat().st_size for file in tmp_path.iterdir())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes + 4096, before[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
             video.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not (tmp_path / "a.mp4").exists()
-
-
-def video_size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def test_an_annotated_video_is_complete_once_its_stream_has_ended(run_analysis: Analyze, tmp_path, monkeypatch) -> None:
@@ -289,11 +281,8 @@ def test_frames_are_turned_and_mirrored_as_their_file_says(tmp_path: Path, matri
 
 
 def first_frame(path: Path) -> np.ndarray:
-    video = OpenVideo(*find_videos((str(path),)), decoder="cpu", read_timeout_s=1.0)
-    try:
+    with closing(OpenVideo(*find_videos((str(path),)), decoder="cpu", read_timeout_s=1.0)) as video:
         return next(video.frames()).array()
-    finally:
-        video.close()
 
 
 def test_the_cover_of_a_recording_is_no_video(run_analysis: Analyze, tmp_path: Path) -> None:
@@ -497,8 +486,7 @@ def test_ctrl_c_ends_with_whole_files(bundle: Bundle, tmp_path: Path, num_proces
     found = Counter(line["stream"] for line in lines(analysis, "frames.jsonl"))
     assert found == {stream.name: stream.num_labelled for stream in analysis.manifest.streams}
     for stream, video in zip(analysis.manifest.streams, sorted(output.glob("*.mp4")), strict=True):
-        with av.open(str(video)) as container:
-            assert sum(1 for _ in container.decode(video=0)) == stream.num_labelled > 0
+        assert len(pictures_of(video)) == stream.num_labelled > 0
 
 
 def test_several_processes_find_what_one_finds(run_analysis: Analyze, tmp_path: Path, monkeypatch) -> None:
@@ -524,8 +512,7 @@ def test_several_processes_find_what_one_finds(run_analysis: Analyze, tmp_path: 
     videos = sorted(file.name for file in one.path.glob("*.mp4"))
     assert videos == ["0000_0.mp4", "0001_1.mp4", "0002_2.mp4", "0003_3.mp4"]
     for video in videos:
-        with av.open(str(several.path / video)) as container:
-            assert sum(1 for _ in container.decode(video=0)) == len(SHOWN) * PER_DIGIT
+        assert len(pictures_of(several.path / video)) == len(SHOWN) * PER_DIGIT
     own = re.compile(r"[0-9.,]+ frames/s|in [0-9:.]+:|[0-9]+ cores")
     pages = [own.sub("", analysis.file("index.html").read_text()) for analysis in (several, one)]
     assert pages[0] == pages[1]
