@@ -34,9 +34,9 @@ _MIN_TURNS = 5  # fewer give no bound of a median with 95 % confidence
 _MAX_SPREAD = 0.25  # of a speed-up: the width of its interval over its median
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
+@dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One way to run a model. In the order in which they are measured: contexts of further streams stay in memory."""
+    """One way to run a model."""
 
     num_streams: int
     without_transfers: bool
@@ -163,17 +163,13 @@ def planned_workloads(config: ValidateConfig, on_gpu: bool, max_batch: int) -> l
     on_cpu = _CPU_BUDGET_STREAMS if config.latency_budget else _CPU_STREAMS
     sizes = {size for size in config.batch_sizes(on_gpu=on_gpu) if size <= max_batch}
     streams = set(config.benchmark_streams or (_GPU_STREAMS if on_gpu else on_cpu)) - {1}
-    workloads = [Workload(num_streams=1, without_transfers=False, batch_size=size) for size in sizes]
-    workloads += [
-        Workload(num_streams=1, without_transfers=True, batch_size=size)
-        for size in sizes & set(config.benchmark_no_transfer_batch_sizes)
+    ways = [(1, False, size) for size in sizes]
+    ways += [(1, True, size) for size in sizes & set(config.benchmark_no_transfer_batch_sizes)]
+    ways += [(number, False, size) for size in sizes & set(config.benchmark_stream_batch_sizes) for number in streams]
+    return [
+        Workload(num_streams=number, without_transfers=without, batch_size=size)
+        for number, without, size in sorted(ways)  # contexts of further streams stay in memory
     ]
-    workloads += [
-        Workload(num_streams=number, without_transfers=False, batch_size=size)
-        for size in sizes & set(config.benchmark_stream_batch_sizes)
-        for number in streams
-    ]
-    return sorted(workloads)
 
 
 def runs(runtime: Runtime, workload: Workload) -> bool:
