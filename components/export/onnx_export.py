@@ -233,26 +233,11 @@ def check_answers(model: torch.nn.Module, shapes: ShapeSpec, source: Path) -> No
     _check_varies(answers, None, source)
 
 
-def normalize_user_onnx(source: Path, destination: Path) -> OnnxClassifier:
-    """Take over a user's classifier: check it and write it to `destination` at opset 17 and IR 8, with logits.
-
-    A file that fits already is copied byte for byte; others are converted, or their shapes computed once, and must
-    answer as before. Names stay.
-
-    Args:
-        source: see `read_user_onnx`.
-        destination: the file to write (atomically).
-
-    Raises:
-        UserError: the file can't be used; the message names what was seen and the fix.
-    """
-    classifier, content = read_user_onnx(source)
-    write_atomically(destination, content)
-    return classifier
-
-
 def read_user_onnx(source: Path) -> tuple[OnnxClassifier, bytes]:
-    """Check a user's classifier.
+    """Check a user's classifier, and take it over at opset 17 and IR 8, with logits.
+
+    A file that fits already stays byte for byte; others are converted, or their shapes computed once, and must answer
+    as before. Names stay.
 
     A softmax at its end is left out: all that follows, from the ranking of layers to serving, reads logits. The classes
     keep their order.

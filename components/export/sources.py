@@ -21,6 +21,7 @@ from components.common.contracts.manifests import (
     check_task,
     claims_of,
     load,
+    write_atomically,
 )
 from components.common.contracts.records import TrainingRecord
 from components.common.contracts.transforms import ShapeSpec, TransformSpec, transform_for
@@ -31,7 +32,6 @@ from components.export.onnx_export import (
     OnnxClassifier,
     check_answers,
     export_onnx,
-    normalize_user_onnx,
     read_user_onnx,
 )
 
@@ -212,7 +212,8 @@ def _check_fits(path: Path, classifier: OnnxClassifier, num_classes: int) -> Non
 
 
 def _from_onnx(path: Path, dataset: Artifact[DatasetManifest], config: ExportConfig, destination: Path) -> SourceModel:
-    classifier = normalize_user_onnx(path, destination)
+    classifier, content = read_user_onnx(path)
+    write_atomically(destination, content)
     classes, shapes = dataset.manifest.classes, classifier.shapes
     _check_fits(path, classifier, len(classes))
     transform = _own_transform(config, shapes.height)

@@ -10,7 +10,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from components.common.contracts.transforms import ShapeSpec
-from components.export.onnx_export import check_against_torch, export_onnx, normalize_user_onnx
+from components.export.onnx_export import check_against_torch, export_onnx, read_user_onnx
 from components.export.placement import attribute
 from tests.unit.refusals import refuses
 
@@ -56,6 +56,13 @@ def net():
     return Net().eval()
 
 
+def taken_over(source, destination):
+    """What a user's file is; the model goes to a file of its own."""
+    classifier, content = read_user_onnx(source)
+    destination.write_bytes(content)
+    return classifier
+
+
 # --- what torch exports
 
 
@@ -72,7 +79,7 @@ def test_resnet18(resnet18, tmp_path):
     operators = {node.op_type for node in model.graph.node}
     assert ("GlobalAveragePool" in operators, "Identity" in operators) == (True, False)
     assert check_against_torch(build("resnet18"), path, shapes_of("resnet18"), images) < 1e-4
-    assert normalize_user_onnx(path, tmp_path / "taken.onnx").num_classes == 10
+    assert taken_over(path, tmp_path / "taken.onnx").num_classes == 10
 
 
 def test_names_and_size_come_from_the_shape_spec(net, tmp_path):
@@ -80,7 +87,7 @@ def test_names_and_size_come_from_the_shape_spec(net, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # only the known ones are hidden
         export_onnx(net, tmp_path / "a.onnx", shapes)
-    classifier = normalize_user_onnx(tmp_path / "a.onnx", tmp_path / "taken.onnx")
+    classifier = taken_over(tmp_path / "a.onnx", tmp_path / "taken.onnx")
     assert (classifier.shapes, classifier.num_classes) == (shapes, 5)
     assert check_against_torch(net, tmp_path / "a.onnx", shapes, random_images(shapes, 3)) < 1e-4
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["a.onnx", "taken.onnx"]
@@ -306,7 +313,7 @@ MEAN_OF_ALL = [
 
 def test_a_fitting_file_is_copied(tmp_path):
     source = user_file(tmp_path / "user.onnx")
-    classifier = normalize_user_onnx(source, tmp_path / "fp32.onnx")
+    classifier = taken_over(source, tmp_path / "fp32.onnx")
     assert (tmp_path / "fp32.onnx").read_bytes() == source.read_bytes()
     assert classifier.num_classes == 5
     assert (classifier.shapes.input_name, classifier.shapes.output_name) == ("x", "y")
@@ -325,7 +332,7 @@ def test_a_fitting_file_is_copied(tmp_path):
     ],
 )
 def test_other_opsets_are_converted(tmp_path, opset, ir, more):
-    normalize_user_onnx(user_file(tmp_path / "user.onnx", opset=opset, ir=ir, more_inputs=more), tmp_path / "fp32.onnx")
+    taken_over(user_file(tmp_path / "user.onnx", opset=opset, ir=ir, more_inputs=more), tmp_path / "fp32.onnx")
     model = onnx.load(tmp_path / "fp32.onnx")
     assert (model.opset_import[0].version, model.ir_version) == (17, 8)
     assert [value.name for value in model.graph.input] == ["x"]
@@ -334,7 +341,7 @@ def test_other_opsets_are_converted(tmp_path, opset, ir, more):
 def test_imports_of_operators_that_are_not_used_are_left_out(tmp_path):
     """As ONNX Runtime writes them at its basic level; onnx knows no IR version for them."""
     imports = [helper.make_opsetid("ai.onnx.ml", 5), helper.make_opsetid("com.microsoft.nchwc", 1)]
-    normalize_user_onnx(user_file(tmp_path / "user.onnx", imports=imports), tmp_path / "fp32.onnx")
+    taken_over(user_file(tmp_path / "user.onnx", imports=imports), tmp_path / "fp32.onnx")
     assert [(entry.domain, entry.version) for entry in onnx.load(tmp_path / "fp32.onnx").opset_import] == [("", 17)]
 
 
@@ -365,7 +372,7 @@ def test_older_operators_inputs_and_attributes_are_converted(tmp_path, opset):
         more_inputs=inputs,
         damage=lambda graph: graph.initializer.extend(more),
     )
-    assert normalize_user_onnx(source, tmp_path / "fp32.onnx").had_softmax
+    assert taken_over(source, tmp_path / "fp32.onnx").had_softmax
     images = random_images(SHAPES, 3)
     logits, odds = (run_ort(onnx.load(path), images)["y"] for path in (tmp_path / "fp32.onnx", source))
     np.testing.assert_allclose(torch.from_numpy(logits).softmax(1).numpy(), odds, atol=1e-6)
@@ -388,7 +395,7 @@ def test_newer_operators_inputs_and_attributes_are_lowered(tmp_path, opset):
         helper.make_node("Gemm", ["flat", "w"], ["y"]),
     ]
     source = user_file(tmp_path / "user.onnx", opset=opset, ir=10, nodes=nodes)
-    normalize_user_onnx(source, tmp_path / "fp32.onnx")  # which compares the answers
+    taken_over(source, tmp_path / "fp32.onnx")  # which compares the answers
     model = onnx.load(tmp_path / "fp32.onnx")
     onnx.checker.check_model(model, full_check=True)
     assert model.opset_import[0].version == 17
@@ -399,7 +406,7 @@ def test_newer_operators_inputs_and_attributes_are_lowered(tmp_path, opset):
 @pytest.mark.parametrize("opset", [13, 18])
 def test_torch_exports_of_other_opsets(net, tmp_path, opset):
     written_by_torch(net, tmp_path / "user.onnx", SHAPES, opset=opset)
-    assert normalize_user_onnx(tmp_path / "user.onnx", tmp_path / "fp32.onnx").shapes == SHAPES
+    assert taken_over(tmp_path / "user.onnx", tmp_path / "fp32.onnx").shapes == SHAPES
     assert check_against_torch(net, tmp_path / "fp32.onnx", SHAPES, random_images(SHAPES, 2)) < 1e-4
 
 
@@ -485,15 +492,15 @@ def test_torch_exports_of_other_opsets(net, tmp_path, opset):
 def test_what_does_not_fit_is_named(tmp_path, changes, code, said):
     source = user_file(tmp_path / "user.onnx", **changes)
     with refuses(code, says=said):
-        normalize_user_onnx(source, tmp_path / "fp32.onnx")
+        taken_over(source, tmp_path / "fp32.onnx")
     assert not (tmp_path / "fp32.onnx").exists()
 
 
 @pytest.mark.parametrize("opset", [13, 17])
 def test_a_softmax_at_the_end_is_left_out(tmp_path, opset):
     source = user_file(tmp_path / "odds.onnx", opset=opset, last="Softmax")
-    assert normalize_user_onnx(source, tmp_path / "a.onnx").had_softmax
-    assert not normalize_user_onnx(user_file(tmp_path / "logits.onnx"), tmp_path / "b.onnx").had_softmax
+    assert taken_over(source, tmp_path / "a.onnx").had_softmax
+    assert not taken_over(user_file(tmp_path / "logits.onnx"), tmp_path / "b.onnx").had_softmax
     images = random_images(SHAPES, 3)
     first, second = (run_ort(onnx.load(tmp_path / name), images)["y"] for name in ("a.onnx", "b.onnx"))
     np.testing.assert_allclose(first, second, atol=1e-6)
@@ -513,7 +520,7 @@ def test_a_softmax_at_the_end_is_left_out(tmp_path, opset):
 )
 def test_logits_of_any_values_are_taken(tmp_path, steps):
     source = user_file(tmp_path / "user.onnx", nodes=[*POOLED, *tail(*steps)])
-    classifier = normalize_user_onnx(source, tmp_path / "fp32.onnx")
+    classifier = taken_over(source, tmp_path / "fp32.onnx")
     assert not classifier.had_softmax
     assert (tmp_path / "fp32.onnx").read_bytes() == source.read_bytes()
 
@@ -523,4 +530,4 @@ def test_no_file_and_no_onnx(tmp_path, content, code):
     if content is not None:
         (tmp_path / "text.onnx").write_bytes(content)
     with refuses(code):
-        normalize_user_onnx(tmp_path / "text.onnx", tmp_path / "taken.onnx")
+        taken_over(tmp_path / "text.onnx", tmp_path / "taken.onnx")
