@@ -92,7 +92,9 @@ class Found:
         ]
         source = Source(classes=names.names, splits=split_samples(samples, options, self.refused), storage=storage)
         mentioned = {sample.path for _, sample in samples} | self.refused.keys()
-        num_unused = sum(is_image_name(path) and path not in mentioned for path in files)
+        unread = {PurePosixPath(path).stem for path in self.refused if not is_image_name(path)}  # labels of images
+        others = [path for path in files if is_image_name(path) and path not in mentioned]
+        num_unused = sum(PurePosixPath(path).stem not in unread for path in others)
         return with_refused(replace(source, num_unused=num_unused), self.refused)
 
 

@@ -90,9 +90,9 @@ def _voc(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | Non
     is_listed = all(any(listed[split].values()) for split in ("train", "val"))
     images: dict[str, tuple[File, str, Annotated]] = {}
     refused = {
-        path: f"no annotations of Pascal VOC: {text.problem}"
+        path: f"no annotations of Pascal VOC: {text.problem or 'empty'}"
         for path, text in texts.items()
-        if text.problem and folder_of(path) in folders
+        if not text.value and folder_of(path) in folders
     }
     kinds: set[str] = set()
     parsed: dict[str, tuple[Annotated, str, str]] = {}  # with the split and the image's name

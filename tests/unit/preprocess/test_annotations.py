@@ -344,10 +344,11 @@ def test_bad_annotations_of_coco_are_counted_named_and_the_rest_is_kept(tmp_path
         packed(tmp_path / "data", tmp_path / "strict", on_bad="fail", max_bad_fraction=0.9)
 
 
-def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path) -> None:
+def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_voc(voc := tmp_path / "voc")
     shutil.rmtree(voc / "ImageSets")
-    write_images(voc / "JPEGImages", "ef")
+    write_images(voc / "JPEGImages", "efg")
+    (voc / "Annotations" / "g.xml").touch()
     bomb = '<!DOCTYPE x [<!ENTITY a "aaaa">]><annotation><filename>a.png</filename></annotation>'
     (voc / "Annotations" / "a.xml").write_text(bomb, encoding="utf-8")
     (voc / "Annotations" / "e.xml").write_text("<annotation><filename>e.png</file", encoding="utf-8")
@@ -357,7 +358,9 @@ def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path) -> None:
     twice = text[text.index("<object>") : text.index("</annotation>")] * 2
     (voc / "Annotations" / "d.xml").write_text(f"<annotation>{twice}</annotation>", encoding="utf-8")
     found = packed(voc, tmp_path / "x", max_bad_fraction=0.9)
+    assert "in neither split" not in capsys.readouterr().err  # images of bad files are left out, and of no test split
     why = rejected(found.path)
+    assert why.pop("Annotations/g.xml") == "no annotations of Pascal VOC: empty"
     assert why.pop("Annotations/a.xml") == "no annotations of Pascal VOC: it declares entities: remove its DOCTYPE"
     assert why.pop("Annotations/ä.xml").startswith("no annotations of Pascal VOC: not UTF-8 at byte 12: save it")
     assert {path: reason.partition(":")[0] for path, reason in why.items()} == {
