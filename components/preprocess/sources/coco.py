@@ -84,8 +84,9 @@ def coco(tree: Tree, files: Mapping[str, File], *, with_outlines: bool = False) 
         refused[place] = f"its id is that of another image, too: {quoted(key)} in {path}"
     used = {kind for content in parsed.values() for kind in content.objects.kinds()}
     taken = {classes[key] for key in used & classes.keys()}
-    # Roboflow's files begin with a category that no annotation has: that of all others, or of a class's own name.
-    taken |= {name for content in parsed.values() for name in content.groups}
+    # Files of Roboflow and labelme begin with a category that no annotation has: that of all others, or of a class's
+    # own name, or the background's.
+    taken |= {name for content in parsed.values() for name in content.groups} | {"_background_"}
     classes = {key: name for key, name in classes.items() if key in used or name not in taken}
     keys = sorted(classes, key=lambda key: (str(type(key)), key))
     names = tuple(classes[key] for key in keys)

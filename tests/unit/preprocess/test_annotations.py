@@ -694,6 +694,7 @@ def test_names_with_umlauts_of_macos_and_of_others_are_the_same(tmp_path: Path) 
 def test_a_category_of_all_others_is_no_class_and_one_of_itself_is(tmp_path: Path) -> None:
     content = coco("abcd")
     content["categories"] = [
+        {"id": -1, "name": "_background_"},  # as labelme writes
         {"id": 0, "name": "animals-of-mine", "supercategory": "none"},
         {"id": 10, "name": "cat", "supercategory": "animals-of-mine"},
         {"id": 11, "name": "dog", "supercategory": "animals-of-mine"},
