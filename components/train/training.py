@@ -76,10 +76,14 @@ def _check_objects(data: Artifact[DatasetManifest]) -> None:
         if held.class_counts and len(shown) < (2 if of_masks else 1):
             effect = "there is nothing to learn" if split == "train" else "nothing tells what a model finds"
             what = f", and its masks show {shown[0]!r} alone" if shown else ""
-            fix = ", give objects the values of their classes in the masks (255 is void)" if of_masks else ""
+            fix = (
+                "give objects the values of their classes in the masks (255 is void)"
+                if of_masks
+                else "set iscrowd or difficult of objects to 0 (CVAT marks brush masks as crowds)"
+            )
             raise UserError(
                 f"no image of the {split} split of {data.path} has an object{what}: {effect}. Annotate some of its "
-                f"images{fix}, and run preprocess again",
+                f"images, {fix}, and run preprocess again",
                 code="no-objects",
             )
 
