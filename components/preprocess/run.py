@@ -37,9 +37,10 @@ def run(config: PreprocessConfig, log: StepLog, *, output: Path) -> str:
             scratch=scratch,
             task=config.task,
         )
-        if source.num_unused:
+        if source.unused:
             log.note(
-                f"images that are in neither split, as in folders and lists named test or eval: {source.num_unused:,}"
+                f"images that are not used: {len(source.unused):,}, such as {source.unused[0]}. They are in neither "
+                "split, as in folders and lists named test or eval, or have no annotations"
             )
         source.splits["train"] = stratified(source.splits["train"], config.seed)
         tasks = plan_tasks(config, source, output)

@@ -93,9 +93,9 @@ class Found:
         source = Source(classes=names.names, splits=split_samples(samples, options, self.refused), storage=storage)
         mentioned = {sample.path for _, sample in samples} | self.refused.keys()
         unread = {PurePosixPath(path).stem for path in self.refused if not is_image_name(path)}  # labels of images
-        others = [path for path in files if is_image_name(path) and path not in mentioned]
-        num_unused = sum(PurePosixPath(path).stem not in unread for path in others)
-        return with_refused(replace(source, num_unused=num_unused), self.refused)
+        others = [path for path in files if is_image_name(path) and "masks" not in path.split("/")]
+        unused = tuple(path for path in others if path not in mentioned and PurePosixPath(path).stem not in unread)
+        return with_refused(replace(source, unused=unused), self.refused)
 
 
 def split_samples(

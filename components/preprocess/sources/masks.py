@@ -49,7 +49,7 @@ def masks_source(tree: Tree, storage: Storage, options: Options) -> Source:
     annotation = str(len(names)).encode()  # one object for all samples
     samples: list[tuple[str, Sample]] = []
     refused: dict[str, str] = {}
-    num_unused = 0
+    unused: list[str] = []
     for key, own_images in images.items():
         own = masks.pop(key, [])
         if len(own_images) > 1:
@@ -63,10 +63,10 @@ def masks_source(tree: Tree, storage: Storage, options: Options) -> Source:
             sample = replace(sample_of(own_images[0], 0), annotation=annotation, mask=sample_of(own[0], 0))
             samples.append((split, sample))
         else:
-            num_unused += 1
+            unused.append(own_images[0].path)
     refused |= {file.path: "a mask of an image that is not there" for own in masks.values() for file in own}
     splits = split_samples(samples, options, refused)
-    return with_refused(Source(classes=names, splits=splits, storage=storage, num_unused=num_unused), refused)
+    return with_refused(Source(classes=names, splits=splits, storage=storage, unused=tuple(unused)), refused)
 
 
 def _by_key(files: dict[str, File], folder: str) -> dict[str, list[File]]:

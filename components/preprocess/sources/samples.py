@@ -195,7 +195,7 @@ class Source:
     splits: dict[str, list[Sample]]
     storage: Storage
     num_refused: int = 0  # of the samples of train, which are no images: see with_refused
-    num_unused: int = 0  # images of neither split, such as those of a test split
+    unused: tuple[str, ...] = ()  # images of neither split, such as those of a test split, or without annotations
 
 
 @dataclass(frozen=True)

@@ -358,7 +358,7 @@ def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path, capsys: py
     twice = text[text.index("<object>") : text.index("</annotation>")] * 2
     (voc / "Annotations" / "d.xml").write_text(f"<annotation>{twice}</annotation>", encoding="utf-8")
     found = packed(voc, tmp_path / "x", max_bad_fraction=0.9)
-    assert "in neither split" not in capsys.readouterr().err  # images of bad files are left out, and of no test split
+    assert "not used" not in capsys.readouterr().err  # images of bad files are left out, and of no test split
     why = rejected(found.path)
     assert why.pop("Annotations/g.xml") == "no annotations of Pascal VOC: empty"
     assert why.pop("Annotations/a.xml") == "no annotations of Pascal VOC: it declares entities: remove its DOCTYPE"
@@ -621,7 +621,17 @@ def test_images_of_a_test_folder_are_none_of_a_file_that_names_all(
     dataset = packed(tmp_path / "data", tmp_path / "x")
     assert objects(dataset).keys() == {"a", "b"}
     assert dataset.manifest.num_rejected == 0
-    assert "named test or eval: 2" in capsys.readouterr().err
+    assert "not used: 2, such as images/testing/c.png" in capsys.readouterr().err
+
+
+def test_images_of_a_split_without_annotations_are_named_and_masks_are_no_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_coco(tmp_path / "data")
+    (tmp_path / "data" / "val" / "annotations.json").unlink()
+    write_images(tmp_path / "data" / "train" / "masks", "abc")
+    packed(tmp_path / "data", tmp_path / "x")
+    assert "not used: 1, such as val/images/d.png" in capsys.readouterr().err
 
 
 def test_images_that_only_the_file_of_a_test_split_names_are_not_refused(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_splits_below_the_folders_none_and_an_archive(tmp_path: Path, capsys: py
     below = packed(tmp_path / "below", tmp_path / "x", class_names_file=str(names))
     assert_masks(masks(below))
     assert {split: info.num_images for split, info in below.manifest.splits.items()} == {"train": 3, "val": 1}
-    assert "named test or eval: 1" in capsys.readouterr().err
+    assert "not used: 1, such as images/test/4.jpg" in capsys.readouterr().err
     free = packed(tmp_path / "free", tmp_path / "y", class_names_file=str(names), val_fraction=0.5)
     assert_masks(masks(free))
     assert {split: info.num_images for split, info in free.manifest.splits.items()} == {"train": 2, "val": 2}
