@@ -299,7 +299,8 @@ def check_validation(arguments: Mapping[str, Any], num_train: int, *, num_val: i
             drop = f"{min(budgets.values()):g} {'points' if is_share else '% of the score'}"
             why = f"a drop of at most {drop} can't be proved by fewer, even if INT8 answers all as FP32"
             tight = " and ".join(fix for fix, number in proving.items() if number > num_val)
-            allow = f"{tight}, or --set gate.confident=false, which judges the measured drop alone"
+            also = f"; either also needs {allow}" if num_val < thresholds.min_validation_images else ""
+            allow = f"{tight}, or --set gate.confident=false, which judges the measured drop alone{also}"
     if num_val >= needed:
         if is_share:
             _check_chance(thresholds, num_val, num_of_class)

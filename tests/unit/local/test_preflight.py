@@ -223,6 +223,8 @@ def test_what_no_answer_could_prove_is_refused(few_digits: Path) -> None:
     assert ", or a smaller gate.min_relative_score_pct, or" in text
     both = "a larger --max-drop-points and a smaller gate.min_relative_score_pct, or"
     assert both in too_few(few_digits, {"confident": True}, max_drop_points=1.5)
+    text = too_few(few_digits, {**proof, "min_validation_images": 130}, max_drop_points=2.0)
+    assert text.endswith("; either also needs --set gate.min_validation_images=120")
     text = too_few(few_digits, proof, max_drop_points=0.0)
     assert "no number is enough" in text
     assert "Give a larger --max-drop-points" in text
