@@ -37,7 +37,11 @@ class RunComparison(Record):
     @property
     def precisions(self) -> list[str]:
         """The precisions that any run measured, FP32 first."""
-        return [name for name in PRECISIONS if any(name in run.rows for run in self.runs)]
+        return [name for name in PRECISIONS if any(_is_measured(run.rows.get(name)) for run in self.runs)]
+
+
+def _is_measured(row: PrecisionRow | None) -> bool:
+    return row is not None and row.score_pct is not None
 
 
 def joined_units(runs: Sequence[ComparedRun]) -> str:

@@ -137,7 +137,10 @@ def test_a_speed_that_is_unsure_was_measured_all_the_same(home: Path) -> None:
     write(home, FIRST, rows=rows)
     write(home, SECOND, rows=rows)
     shown = enginery("compare", FIRST, SECOND).stdout
-    assert (shown.count("unsure"), shown.count("n/a")) == (4, 6)
+    assert (shown.count("unsure"), shown.count("n/a")) == (4, 0)
+    write(home, FIRST, rows=[rows[0], precision_row("fp16", 90.0)])
+    shown = enginery("compare", FIRST, SECOND).stdout
+    assert (shown.count("FP16"), shown.count("n/a")) == (1, 3)
     assert "the same in all: arguments, data, library versions and hardware" in shown
 
 
