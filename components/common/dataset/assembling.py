@@ -26,7 +26,7 @@ from components.common.dataset.data_card import (
     write_data_card,
 )
 from components.common.dataset.data_issues import SPLITS, Issue, IssueFinder, Issues, SplitName, listed_paths
-from components.common.dataset.near_issues import LIKE_TRAINING, NearFindings, find_near_duplicates
+from components.common.dataset.near_issues import LEAVES, LIKE_TRAINING, NearFindings, find_near_duplicates
 from components.common.dataset.settings import DatasetSettings
 from components.common.dataset.shards import (
     REJECTED,
@@ -280,7 +280,7 @@ def _statistics(training: Sequence[ShardRecord], finder: IssueFinder) -> Dataset
 def report(artifact: Artifact[DatasetManifest], issues: Issues, log: StepLog) -> str:
     """Tell tracking and the user what is in a dataset. Returns one line on it."""
     listing = artifact.file(REJECTED)
-    warnings = [*([_left_out(listing)] if artifact.manifest.num_rejected else []), *issues.lines()]
+    warnings = [*_left_out(listing), *issues.lines()]
     number = len(artifact.manifest.classes)
     return tell(artifact, ("images", "files"), f"{number} class{'es' if number != 1 else ''}", warnings, log)
 
@@ -304,9 +304,14 @@ def tell(
     )
 
 
-def _left_out(listing: Path) -> str:
-    """Say how many files were left out and why, the most frequent reason first, with an example."""
-    rejections = Rejections.of(entries_of(listing))
+def _left_out(listing: Path) -> list[str]:
+    """Say how many files were left out and why, the most frequent reason first, with an example.
+
+    Near-duplicates have a line of their own.
+    """
+    rejections = Rejections.of(entry for entry in entries_of(listing) if not entry["reason"].startswith(LEAVES))
+    if not rejections.num_files:
+        return []
     kinds = "; ".join(f"{reason}: {number:,}" for reason, number in rejections.by_kind.items())
     files = "1 file" if rejections.num_files == 1 else f"{rejections.num_files:,} files"
-    return f"{files} left out ({kinds}), such as {rejections.examples[0][0]}; {listing.name} lists all"
+    return [f"{files} left out ({kinds}), such as {rejections.examples[0][0]}; {listing.name} lists all"]

@@ -32,6 +32,7 @@ _KINDS: dict[str, tuple[SplitName, SplitName]] = {
 }
 _MAX_SHOWN = 12  # pairs of a kind with pictures
 LIKE_TRAINING = "near-duplicates of training images"
+LEAVES = "near-duplicate of a training image"
 _MAX_LISTED = 100_000  # pairs within a split; of those across the splits, all are
 
 
@@ -156,9 +157,7 @@ def _reasons(pairs: _Pairs, entries: Mapping[int, Mapping[str, Any]], finder: Is
     content, num_train = finder.contents(), len(finder.labels("train"))
     reasons = {}
     for place, (one, other) in reversed(list(enumerate(pairs.images.T.tolist()))):  # the best comes last and stays
-        reasons[int(content[other])] = (
-            f"near-duplicate of a training image: {entries[one]['path']} ({pairs.changes[place]})"
-        )
+        reasons[int(content[other])] = f"{LEAVES}: {entries[one]['path']} ({pairs.changes[place]})"
     leaving = np.flatnonzero(pairs.is_concerned).tolist()
     return {image - num_train: reasons[int(content[image])] for image in leaving}
 

@@ -132,13 +132,23 @@ LEFT_OUT = {
 }
 
 
-def test_near_duplicates_leave_the_validation_split(planted: Path, tmp_path: Path) -> None:
+def test_near_duplicates_leave_the_validation_split(
+    planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = planted / "train" / "class0" / "damaged.jpg"
+    damaged.write_bytes(b"no image")
     dataset = load(preprocess(planted, tmp_path / "out").path, DatasetManifest, verify=ALL_FILES)
+    damaged.unlink()
+    said = capsys.readouterr().err
+    assert "preprocess: 1 file left out (" in said  # the near-duplicates have a line of their own
+    assert "such as train/class0/damaged.jpg" in said
     manifest, val = dataset.manifest, dataset.manifest.splits["val"]
-    assert rejected(dataset.path) == LEFT_OUT
+    files = rejected(dataset.path)
+    assert files.pop("train/class0/damaged.jpg")
+    assert files == LEFT_OUT
     near = manifest.near_duplicates
     assert (near.num_across, near.num_left_out, near.num_train, near.num_val) == (7, 7, 2, 0)
-    assert (manifest.num_rejected, manifest.splits["train"].num_images, val.num_images) == (7, 81, 20)
+    assert (manifest.num_rejected, manifest.splits["train"].num_images, val.num_images) == (8, 81, 20)
     assert val.class_counts == (5, 5, 5, 5)
     entries = listing(dataset, "val")
     assert {entry["path"] for entry in entries} == {f"val/class{n % 4}/{n}.jpg" for n in range(80, 100)}
