@@ -333,6 +333,19 @@ def test_each_cause_has_its_remedy(
     assert len(steps) == 1 + bool(also)
 
 
+def test_a_proof_that_two_checks_miss_is_one_remedy(reports: dict[str, Report]) -> None:
+    report = reports["ten classes"]
+    fp32, fp16, int8 = report.accuracy.rows
+    rows = (fp32, fp16, int8.model_copy(update={"comparison": PairedComparison.of(1000, 4, 3)}))
+    checks = [
+        GateCheck(name=name, measured=1.0, threshold=0.5, verdict="not enough evidence", explanation="")
+        for name in ("drop_points", "relative_score_pct")
+    ]
+    steps = next_steps(updated(updated(report, "accuracy", rows=rows), "verdict", checks=tuple(checks)))
+    assert len(steps) == 2
+    assert "(gate.max_drop_points, gate.min_relative_score_pct)" in steps[1]
+
+
 def test_after_an_fp32_score_of_nothing_calibration_is_no_remedy(reports: dict[str, Report]) -> None:
     report = reports["ten classes"]
     rows = tuple(row.model_copy(update={"score_pct": 0.0}) for row in report.accuracy.rows)
