@@ -32,7 +32,7 @@ def why_unavailable() -> str | None:
     if not torch.cuda.is_available():
         return (
             f"no CUDA GPU is usable here (torch {torch.__version__} finds none): TensorRT needs an NVIDIA GPU, its "
-            "driver, and a CUDA_VISIBLE_DEVICES that does not hide it; use the OpenVINO runtime on machines without one"
+            "driver, and a CUDA_VISIBLE_DEVICES that does not hide it"
         )
     try:
         trt = importlib.import_module("tensorrt")
