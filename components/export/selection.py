@@ -71,7 +71,9 @@ class Candidates:
                 {name: runners[name] for name in names},
                 _first(batches, more),
                 more,
-                lambda done, _: self.log.progress(text, seen + done, num_images, detail(), unit="images"),
+                lambda done, _: self.log.progress(
+                    text, seen + done, num_images, detail() if seen + done < num_images else "", unit="images"
+                ),
             )
             seen += next(iter(found.values())).num_images
             return found
@@ -79,7 +81,7 @@ class Candidates:
         with self.runners(models) as runners:
             yield advance
         if 0 < seen < num_images:  # the candidates were given up
-            self.log.progress(text, seen, seen, detail(), unit="images")
+            self.log.progress(text, seen, seen, unit="images")
 
     def logits(self, model: onnx.ModelProto, batches: list[torch.Tensor]) -> np.ndarray:
         """Logits of some images, [N, classes] float32. batches: [B, 3, H, W] float32 each, normalized."""

@@ -411,6 +411,20 @@ def test_an_operator_that_pytorch_lacks_and_a_search_that_finds_nothing(export, 
     assert any("INT8 is not within the budget on training images" in line for line in lines)
 
 
+def test_the_last_line_of_a_pass_names_no_time_that_is_left(plain, digits_dataset, tmp_path):
+    class Watched(Said):
+        def progress(self, phase, done, total, detail="", *, unit=""):
+            self.lines.append((done, total, detail))
+
+    log, (_, selection) = Watched(), samples_of(digits_dataset)
+    candidates = Candidates(shapes=plain.manifest.shapes, device=torch.device("cpu"), directory=tmp_path, log=log)
+    models, number = {"fp32": onnx.load(plain.file("fp32.onnx"))}, selection.num_images
+    with candidates.measure(models, selection, number, "comparing", lambda: "60 s left") as advance:
+        advance(["fp32"], number)
+    assert log.lines[0][2] == "60 s left"
+    assert log.lines[-1] == (number, number, "")
+
+
 def test_runners_are_closed_when_one_of_them_fails(plain, digits_dataset, tmp_path):
     closed = []
 
