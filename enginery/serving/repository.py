@@ -110,7 +110,8 @@ def batching_for(
         queue_delay_us=round(1e3 * delay_ms) if waits else 0,
         max_queue_size=min(LARGEST_QUEUE_SIZE, max(4 * row.batch_size, served)),
         num_instances=row.num_streams,
-        reason=f"{why}: batch {row.batch_size}, {row.images_per_s:,.0f} {unit}/s (p99 {row.p99_ms:,.2f} ms)",
+        reason=f"{why}: batch {row.batch_size}, {row.images_per_s:,.0f} {unit}/s (p99 {row.p99_ms:,.2f} ms)"
+        + (f", unsure: {row.busy}" if row.busy else ""),
     )
 
 

@@ -132,6 +132,9 @@ def test_without_a_budget_the_smallest_batch_that_is_nearly_as_fast() -> None:
     found = batching_for("int8", "tensorrt", report(*ROWS[:5]))
     assert (found.preferred_batch_size, found.queue_delay_us) == (32, 900)
     assert "no latency budget: batch 32, 12,000 images/s" in found.reason
+    assert "unsure" not in found.reason
+    busy = row(32, 12_000, 2.7, others_pct=60.0)
+    assert "(p99 2.70 ms), unsure: other processes took 60 %" in batching_for("int8", "tensorrt", report(busy)).reason
     assert "12,000 sentences/s" in batching_for("int8", "tensorrt", report(*ROWS[:5]), unit="sentences").reason
 
 
