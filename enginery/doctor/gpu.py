@@ -174,7 +174,10 @@ class GpuChecks:
     def plans(self, bundle: BundleManifest) -> Finding:
         """The needs of a bundle's plans, whether they run here, and the image that serves them."""
         if not bundle.engines:
-            return absent(f"none: {bundle.engines_missing}", "build some: enginery engines BUNDLE --data DIR")
+            return absent(
+                f"none: {bundle.engines_missing}",
+                "build some on a machine with a GPU and TensorRT: enginery engines BUNDLE --data DIR",
+            )
         server, fix = plan_server(bundle.engines)
         found = f"they need {plan_needs(bundle.engines)}; {self._here(bundle.engines)}; {server}"
         return warning(found, fix) if fix else ok(found)
