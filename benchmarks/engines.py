@@ -20,7 +20,7 @@ from benchmarks.results import Results, result_options
 from components.common.contracts.errors import EngineryError
 from components.common.contracts.manifests import BundleManifest, DatasetManifest, load
 from components.common.contracts.records import PRECISIONS, EngineEntry, Precision
-from components.common.contracts.statistics import paired_difference
+from components.common.contracts.statistics import difference_interval, paired_counts
 from components.common.contracts.transforms import ShapeSpec, TransformSpec
 from components.common.runtimes.runner import Runner
 from components.common.runtimes.tensorrt import TensorRTRunner, load_engine
@@ -238,10 +238,9 @@ def _accuracy(work: Path, shapes: ShapeSpec, transform: TransformSpec, dataset: 
     predictions = predict(runners, loader, loader.num_images, lambda done, total: None)
     measures = {f"top1_pct_{name}": entry.score_pct for name, entry in predictions.items()}
     for name in ("fp16", "int8"):
-        difference = paired_difference(predictions["fp32"].right, predictions[name].right)
-        measures[f"{name}_delta_points"] = difference.delta_points
-        measures[f"{name}_delta_low_points"] = difference.low_points
-        measures[f"{name}_delta_high_points"] = difference.high_points
+        low, high = difference_interval(*paired_counts(predictions["fp32"].right, predictions[name].right))
+        measures[f"{name}_delta_points"] = measures[f"top1_pct_{name}"] - measures["top1_pct_fp32"]
+        measures |= {f"{name}_delta_low_points": low, f"{name}_delta_high_points": high}
     measures["num_images"] = float(loader.num_images)
     return measures
 

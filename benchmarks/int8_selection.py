@@ -17,7 +17,7 @@ import torch
 from benchmarks.results import Results, result_options
 from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, load
 from components.common.contracts.records import CALIBRATION_METHODS
-from components.common.contracts.statistics import paired_difference
+from components.common.contracts.statistics import difference_interval, paired_counts
 from components.common.data.evaluation import ClassPredictions, predict
 from components.common.data.loader import Loader
 from components.common.runtimes.openvino import OpenVINORunner
@@ -52,19 +52,20 @@ def main(
     measures = {"top1_pct_fp32": fp32.score_pct, "num_images": float(fp32.num_images)}
     runs: list[dict[str, Any]] = []
     for variant, bundle in bundles.items():
-        difference = paired_difference(fp32.right, predictions[variant].right)
+        counts = paired_counts(fp32.right, predictions[variant].right)
+        low, high = difference_interval(*counts)
         layers = _convolutions(bundle)
         measures[f"top1_pct_int8_{variant}"] = predictions[variant].score_pct
-        measures[f"int8_delta_points_{variant}"] = difference.delta_points
+        measures[f"int8_delta_points_{variant}"] = predictions[variant].score_pct - fp32.score_pct
         runs.append(
             {
                 "variant": variant,
                 "export_seconds": seconds[variant],
                 "top1_pct": predictions[variant].score_pct,
-                "low_points": difference.low_points,
-                "high_points": difference.high_points,
-                "num_lost": difference.num_regressed,
-                "num_gained": difference.num_improved,
+                "low_points": low,
+                "high_points": high,
+                "num_lost": counts[1],
+                "num_gained": counts[2],
                 "agreement_pct": predictions[variant].agreement_pct(fp32),
                 "int8_convolution_share": layers,
                 "calibration": bundle.manifest.calibration.model_dump(mode="json"),

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.results import Results, result_options
 from components.common.contracts.manifests import Artifact, BundleManifest, DatasetManifest, load
-from components.common.contracts.statistics import paired_difference
+from components.common.contracts.statistics import difference_interval, paired_counts
 from components.common.contracts.transforms import ShapeSpec
 from components.common.data.evaluation import predict
 from components.common.data.loader import Loader
@@ -153,10 +153,9 @@ def _accuracy(
     for bits, entry in predictions.items():
         measures[f"top1_pct_{bits}_bits"] = entry.score_pct
         if entry is not full:
-            difference = paired_difference(full.right, entry.right)
-            measures[f"delta_points_{bits}_bits"] = difference.delta_points
-            measures[f"delta_low_points_{bits}_bits"] = difference.low_points
-            measures[f"delta_high_points_{bits}_bits"] = difference.high_points
+            low, high = difference_interval(*paired_counts(full.right, entry.right))
+            measures[f"delta_points_{bits}_bits"] = entry.score_pct - full.score_pct
+            measures |= {f"delta_low_points_{bits}_bits": low, f"delta_high_points_{bits}_bits": high}
     return measures
 
 

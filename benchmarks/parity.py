@@ -24,7 +24,7 @@ from torchvision.transforms import v2
 from benchmarks.results import Results, result_options
 from components.common.contracts.environment import num_cores
 from components.common.contracts.manifests import Artifact, CheckpointManifest, DatasetManifest, load
-from components.common.contracts.statistics import paired_difference
+from components.common.contracts.statistics import difference_interval, paired_counts
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.loader import HW_DECODER_LOAD, Loader
 from components.common.runtimes.architectures import build_model
@@ -98,10 +98,9 @@ def main(checkpoint: Path, dataset: Path, results: Results) -> None:
     for name in ways:
         measures[f"top1_pct_{name}"] = 100 * float(right[name].mean())
         if name != "torchvision":
-            difference = paired_difference(right["torchvision"], right[name])
-            measures[f"{name}_delta_points"] = difference.delta_points
-            measures[f"{name}_delta_low_points"] = difference.low_points
-            measures[f"{name}_delta_high_points"] = difference.high_points
+            low, high = difference_interval(*paired_counts(right["torchvision"], right[name]))
+            measures[f"{name}_delta_points"] = measures[f"top1_pct_{name}"] - measures["top1_pct_torchvision"]
+            measures |= {f"{name}_delta_low_points": low, f"{name}_delta_high_points": high}
     results.write(
         f"parity_{weights.manifest.architecture}",
         measures=measures,

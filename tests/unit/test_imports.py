@@ -121,6 +121,10 @@ def test_what_needs_no_engine_room(blocked: Iterable[str], modules: list[str]) -
     import_without(blocked, modules)
 
 
+def test_benchmarks_import_what_there_is() -> None:
+    import_without((), [f"benchmarks.{path.stem}" for path in sorted((REPOSITORY / "benchmarks").glob("*.py"))])
+
+
 def test_model_repositories_of_0_1_0_find_their_modules() -> None:
     """Their model.py imports components.common.triton; importing it needs Triton's own module, finding it does not."""
     spec = importlib.util.find_spec("components.common.triton.preprocess")
