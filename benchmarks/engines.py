@@ -46,7 +46,7 @@ _NOTES = (
 @click.option("--bundle", type=click.Path(exists=True, path_type=Path), help="From export, in place of it.")
 @click.option("--dataset", type=click.Path(exists=True, path_type=Path), help="From preprocess: measures top-1.")
 @click.option("--work", required=True, type=click.Path(path_type=Path), help="Empty directory.")
-@click.option("--optimization-level", default=3, help="0 builds fastest, 5 runs fastest.  [default: 3]")
+@click.option("--optimization-level", default=3, type=click.IntRange(0, 5), show_default=True, help="Of TensorRT.")
 @click.option("--opt-batch", default=128, help="Batch that kernels are tuned for.  [default: 128]")
 @click.option(
     "--streams", default="1,2,4", help="How many batches run at once at 8 and 128; '' for none.", show_default=True

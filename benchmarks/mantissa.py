@@ -41,7 +41,7 @@ _TIMES: dict[str, Any] = {"warmup_s": 1.0, "duration_s": 2.0, "min_iterations": 
 @click.option(
     "--bits", default="10,7,5,4,3", help="Explicit mantissa bits; all are compared with the first.", show_default=True
 )
-@click.option("--optimization-level", default=3, help="0 builds fastest, 5 runs fastest.  [default: 3]")
+@click.option("--optimization-level", default=3, type=click.IntRange(0, 5), show_default=True, help="Of TensorRT.")
 @result_options
 def main(
     bundle: Path, dataset: Path, work: Path, name: str, bits: str, optimization_level: int, results: Results

@@ -10,9 +10,12 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from click.testing import CliRunner
 from onnx import helper, numpy_helper
 from pydantic import ValidationError
 
+from benchmarks import engines as engines_benchmark
+from benchmarks import mantissa
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.settings import resolve
 from components.common.contracts.transforms import ShapeSpec
@@ -107,6 +110,12 @@ def test_options_are_looked_at_before_anything_is_built(monkeypatch, trt, is_ref
 def test_a_missing_file_is_said_before_tensorrt_is_needed(tmp_path):
     with refuses("onnx-missing"):
         engines.build_engine(tmp_path / "a.onnx", tmp_path / "a.plan", precision="fp16", shapes=SHAPES)
+
+
+@pytest.mark.parametrize("command", [engines_benchmark.main, mantissa.main])
+def test_benchmarks_refuse_levels_that_tensorrt_lacks(command):
+    done = CliRunner().invoke(command, ["--optimization-level", "6"])
+    assert (done.exit_code, "6 is not in the range 0<=x<=5" in done.output) == (2, True)
 
 
 class Timings:
