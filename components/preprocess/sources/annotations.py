@@ -92,10 +92,14 @@ class Found:
         ]
         source = Source(classes=names.names, splits=split_samples(samples, options, self.refused), storage=storage)
         mentioned = {sample.path for _, sample in samples} | self.refused.keys()
-        unread = {PurePosixPath(path).stem for path in self.refused if not is_image_name(path)}  # labels of images
+        unread = {_split_and_stem(path) for path in self.refused if not is_image_name(path)}  # labels of images
         others = [path for path in files if is_image_name(path) and "masks" not in path.split("/")]
-        unused = tuple(path for path in others if path not in mentioned and PurePosixPath(path).stem not in unread)
+        unused = tuple(path for path in others if path not in mentioned and _split_and_stem(path) not in unread)
         return with_refused(replace(source, unused=unused), self.refused)
+
+
+def _split_and_stem(path: str) -> tuple[str | None, str]:
+    return split_of(folder_of(path)), PurePosixPath(path).stem
 
 
 def split_samples(

@@ -348,6 +348,7 @@ def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path, capsys: py
     write_voc(voc := tmp_path / "voc")
     shutil.rmtree(voc / "ImageSets")
     write_images(voc / "JPEGImages", "efg")
+    write_images(voc / "test", "e")
     (voc / "Annotations" / "g.xml").touch()
     bomb = '<!DOCTYPE x [<!ENTITY a "aaaa">]><annotation><filename>a.png</filename></annotation>'
     (voc / "Annotations" / "a.xml").write_text(bomb, encoding="utf-8")
@@ -358,7 +359,7 @@ def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path, capsys: py
     twice = text[text.index("<object>") : text.index("</annotation>")] * 2
     (voc / "Annotations" / "d.xml").write_text(f"<annotation>{twice}</annotation>", encoding="utf-8")
     found = packed(voc, tmp_path / "x", max_bad_fraction=0.9)
-    assert "not used" not in capsys.readouterr().err  # images of bad files are left out, and of no test split
+    assert "not used: 1, such as test/e.png" in capsys.readouterr().err  # images of bad files are of no test split
     why = rejected(found.path)
     assert why.pop("Annotations/g.xml") == "no annotations of Pascal VOC: empty"
     assert why.pop("Annotations/a.xml") == "no annotations of Pascal VOC: it declares entities: remove its DOCTYPE"
