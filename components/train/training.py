@@ -79,7 +79,7 @@ def _check_objects(data: Artifact[DatasetManifest]) -> None:
             fix = (
                 "give objects the values of their classes in the masks (255 is void)"
                 if of_masks
-                else "set iscrowd or difficult of objects to 0 (CVAT marks brush masks as crowds)"
+                else "or set iscrowd or difficult of its objects to 0 (CVAT marks brush masks as crowds)"
             )
             raise UserError(
                 f"no image of the {split} split of {data.path} has an object{what}: {effect}. Annotate some of its "

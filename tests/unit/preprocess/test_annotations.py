@@ -500,7 +500,7 @@ def test_a_split_without_any_box_or_of_crowds_alone_is_packed_and_named(crowds: 
     assert "the training split has no object of 2 of 2 classes" in card.replace("The training", "the training")
     assert "training objects" in card
     assert "training images</span>" not in card
-    with refuses("no-objects", says="iscrowd"):
+    with refuses("no-objects", says="Annotate some of its images, or set iscrowd"):
         step("train", tmp_path / "checkpoint", {"architecture": "detection/fcos_small"}, dataset=dataset.path)
 
 
