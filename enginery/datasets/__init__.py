@@ -110,7 +110,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def check_least(why: str = "", /, **arguments: tuple[int, int]) -> None:
-    """See that each argument has a value that is allowed: its value, the least one, and why that for people, or "".
+    """See that arguments of a command are large enough: by name the value and the least one, and `why` for people.
 
     Raises:
         UserError: one has not.

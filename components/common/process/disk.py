@@ -75,9 +75,10 @@ def _refused(error: BaseException, place: Path) -> EngineryError | None:
 
 def _by_words(error: BaseException) -> EngineryError | None:
     """Return the error of an SQLite file that another process holds, or of a file larger than this one may write."""
-    said = "\n".join(map(str, _causes(error)))
-    code = next((code for code, (words, _) in _BY_WORDS.items() if words.search(said)), "")
-    return EngineryError(f"{_BY_WORDS[code][1]}, {_AGAIN}", code=code) if code else None
+    for code, (words, text) in _BY_WORDS.items():
+        if any(words.search(str(cause)) for cause in _causes(error)):
+            return EngineryError(f"{text}, {_AGAIN}", code=code)
+    return None
 
 
 def full(place: Path) -> EngineryError | None:
