@@ -167,8 +167,9 @@ def status_failure(status: str, message: str, address: ServerAddress) -> Serving
 
 
 def _unreachable(address: ServerAddress, reason: object) -> ServerUnreachable:
+    text = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__  # aiohttp's str adds "ssl:default"
     return ServerUnreachable(
-        f"no model server answers at {address} ({_short(str(reason) or type(reason).__name__)}); start one with "
+        f"no model server answers at {address} ({_short(text)}); start one with "
         "`enginery serve NAME@champion`, or name another with --url"
     )
 

@@ -116,8 +116,9 @@ def test_a_proxy_of_the_environment_is_not_asked(url: str, image_files: list[Pat
 
 def test_nobody_there_or_in_time_and_another_protocol(served: Running, image_files: list[Path]) -> None:
     for nobody in ("http://127.0.0.1:1", "http://no.such.host.invalid", "grpc://no.such.host.invalid"):
-        with Client(nobody, retry=ONCE) as client, pytest.raises(ServerUnreachable):
+        with Client(nobody, retry=ONCE) as client, pytest.raises(ServerUnreachable) as found:
             client.classify(b"")
+        assert "ssl:" not in str(found.value)  # of a server without TLS
     hasty = RetryPolicy(timeout_s=0.2, retry_s=0)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and answers none
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
