@@ -14,14 +14,18 @@ _MOST_NAMED = 4  # in a summary
 
 
 def _answer(output: np.ndarray, classes: Sequence[str], view: View) -> Answer:
-    """output: [A, 8 + classes] float. Boxes are x1, y1, x2, y2 in pixels of the image."""
-    side = view.crop_size
-    found = detect(output, (side, side), min_score=MIN_SCORE)
+    """output: [A, 8 + classes] float. Boxes are x1, y1, x2, y2 in pixels of the image.
+
+    The objects that validation counts, and cut to what the model saw only then: those outside of it have no box left.
+    """
+    found = detect(output, min_score=MIN_SCORE)
+    boxes = np.clip(found.boxes, 0, view.crop_size)
+    seen = (boxes[:, 2:] > boxes[:, :2]).all(axis=1)
     return {
-        "classes": [classes[index] for index in found.classes],
-        "labels": found.classes.tolist(),
-        "scores": [round(float(score), 6) for score in found.scores],
-        "boxes": [[round(float(each), 2) for each in box] for box in view.of_image(found.boxes)],
+        "classes": [classes[index] for index in found.classes[seen]],
+        "labels": found.classes[seen].tolist(),
+        "scores": [round(float(score), 6) for score in found.scores[seen]],
+        "boxes": [[round(float(each), 2) for each in box] for box in view.of_image(boxes[seen])],
     }
 
 

@@ -39,18 +39,11 @@ def decode(output: np.ndarray) -> np.ndarray:
     return np.concatenate([centres - distances[..., :2] * sides, centres + distances[..., 2:] * sides], axis=-1)
 
 
-def detect(
-    output: np.ndarray,
-    size: tuple[int, int] | None = None,
-    *,
-    min_score: float = MIN_SCORE,
-    max_detections: int = MAX_DETECTIONS,
-) -> Detections:
+def detect(output: np.ndarray, *, min_score: float = MIN_SCORE, max_detections: int = MAX_DETECTIONS) -> Detections:
     """Objects in an image, by class-wise non-maximum suppression.
 
     Args:
         output: [A, 8 + classes] float; anchors with NaN or infinity find nothing.
-        size: height and width, which boxes are clipped to; None for not.
         min_score: less sure ones are left out.
         max_detections: that are kept.
     """
@@ -63,11 +56,7 @@ def detect(
         best = _largest(values, MAX_CANDIDATES)
         anchors, classes, values = anchors[best], classes[best], values[best]
     boxes = decode(output[anchors])
-    known = np.isfinite(boxes).all(axis=1)
-    if size is not None:
-        height, width = size
-        boxes = np.clip(boxes, 0, np.array([width, height, width, height], np.float32))
-    known &= (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
+    known = np.isfinite(boxes).all(axis=1) & (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
     order = np.argsort(-values, kind="stable")
     order = order[known[order]]
     boxes, classes, values = boxes[order], classes[order], values[order]

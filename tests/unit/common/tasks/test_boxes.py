@@ -5,9 +5,8 @@ import pytest
 import torch
 from torchvision.ops import batched_nms, box_iou
 
+from components.common.tasks.answers import View, answers_of
 from components.common.tasks.detection.boxes import decode, detect, overlap
-
-SIZE = (96, 128)
 
 
 def output(seed: int, num_anchors: int = 400, num_classes: int = 3) -> np.ndarray:
@@ -27,9 +26,8 @@ def test_boxes_are_at_distances_in_sides_of_the_anchor() -> None:
 @pytest.mark.parametrize("num_classes", [3, 20])  # all overlaps are found, or those of a class
 def test_suppression_is_that_of_torchvision(seed: int, num_classes: int) -> None:
     raw = output(seed, num_classes=num_classes)
-    ours = detect(raw, SIZE, max_detections=50)
-    boxes = torch.from_numpy(decode(raw)).clamp(min=0)
-    boxes = torch.minimum(boxes, torch.tensor([128.0, 96, 128, 96]))
+    ours = detect(raw, max_detections=50)
+    boxes = torch.from_numpy(decode(raw))
     scores = torch.from_numpy(raw[:, 8:]).sigmoid()
     anchors, classes = torch.nonzero(scores > 0.05, as_tuple=True)
     real = (boxes[anchors, 2] > boxes[anchors, 0]) & (boxes[anchors, 3] > boxes[anchors, 1])
@@ -51,14 +49,25 @@ def test_outputs_that_are_no_numbers_find_nothing() -> None:
         damaged = raw.copy()
         damaged[:, 8] = 5
         damaged[:, place] = value
-        assert len(detect(damaged, SIZE)) == 0
-    assert len(detect(raw[:0], SIZE)) == 0
+        assert len(detect(damaged)) == 0
+    assert len(detect(raw[:0])) == 0
 
 
 def test_of_very_many_candidates_the_surest_are_looked_at() -> None:
     raw = output(1, 3000)
     raw[:, 8:] = np.linspace(0, 5, 3000)[:, None]
-    found = detect(raw, None)
+    found = detect(raw)
     assert found.scores[0] == pytest.approx(1 / (1 + np.exp(-5)), abs=1e-4)
     assert (np.diff(found.scores) <= 0).all()
     assert len(found) == 100
+
+
+def test_an_answer_has_the_objects_that_validation_counts_cut_to_what_was_seen() -> None:
+    raw = np.full((3, 9), 3.0, np.float32)
+    raw[:, 4:8] = 0.5  # anchors that are their objects
+    raw[:, :4] = [-60, 0, 20, 20], [-2, 0, 20, 20], [100, 0, 120, 20]  # the first two are alike once they are cut
+    assert len(detect(raw)) == 3
+    view = View(left=32, top=0, side=96, size=(160, 96), crop_size=96)
+    answer = answers_of("detection").answer(raw, ["square"], view)
+    assert answer["boxes"] == [[32, 0, 52, 20], [32, 0, 52, 20]]  # nothing is left of what was not seen
+    assert len(answer["classes"]) == len(answer["labels"]) == len(answer["scores"]) == 2

@@ -144,7 +144,7 @@ def test_a_detector_learns_where_two_squares_are() -> None:
         optimizer.step()
     with torch.no_grad():
         outputs = model.train()(images).numpy()
-    for found, expected in zip((detect(each, (64, 64)) for each in outputs), truth[:, 0].numpy(), strict=True):
+    for found, expected in zip(map(detect, outputs), truth[:, 0].numpy(), strict=True):
         assert found.scores[0] > 0.5
         assert found.classes[0] == expected[4]
         np.testing.assert_allclose(found.boxes[0], expected[:4], atol=4)
