@@ -2,6 +2,7 @@
 
 import io
 import json
+import socket
 import struct
 import subprocess
 import tarfile
@@ -9,7 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from enginery.release.verify import load_chain
 from enginery.serving.installation import find_triton, triton_folder
 from enginery.serving.repository import RepositoryConfig, write_repository
 from enginery.serving.sources import ModelSource, of_chain
-from tests.pipelines.servers import free_port
 from tests.processes import start_python
 from tests.waiting import wait_until
 
@@ -102,8 +102,12 @@ def encoded(images: Sequence[bytes]) -> bytes:
 
 
 def free_ports() -> dict[str, int]:
-    """One for each of a server's addresses."""
-    return {name: free_port() for name in ("http", "grpc", "metrics")}
+    """One for each of a server's addresses, no two alike."""
+    with ExitStack() as held:
+        probes = {
+            name: held.enter_context(socket.create_server(("127.0.0.1", 0))) for name in ("http", "grpc", "metrics")
+        }
+        return {name: probe.getsockname()[1] for name, probe in probes.items()}
 
 
 def start_serving(source: Path | str, folder: Path, *options: str, **environment: str) -> Running:
