@@ -20,30 +20,28 @@ Answer = dict[str, Any]  # strings, numbers and lists of them
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """The part of an image that a model sees: the central square, in its own pixels."""
+    """The part of an image that a model sees."""
 
-    left: float
-    top: float
-    side: float  # of the square
+    region: tuple[float, float, float, float]  # x1, y1, x2, y2 in pixels of the image
     size: tuple[int, int]  # width and height of the image
-    crop_size: int  # side of the square in pixels of the model's input
+    crop_size: int  # side of the model's input in pixels
 
     @classmethod
     def of(cls, size: tuple[int, int], transform: TransformSpec) -> "View":
-        """Return the part of an image of this width and height."""
-        scale = min(size) / transform.resize_size  # of its pixels over those after the resize
-        side = transform.crop_size * scale
-        left, top = ((each - side) / 2 for each in size)
-        return cls(left=left, top=top, side=side, size=size, crop_size=transform.crop_size)
-
-    def region(self) -> list[float]:
-        """x1, y1, x2, y2, rounded."""
-        return [round(each, 2) for each in (self.left, self.top, self.left + self.side, self.top + self.side)]
+        """Return the part of an image of this width and height, in whole pixels of the resized image, as it is cut."""
+        corners = []
+        for side in size:
+            resized = side * transform.resize_size // min(size)
+            start = round((resized - transform.crop_size) / 2)  # halves to the even pixel
+            corners.append([each * side / resized for each in (start, start + transform.crop_size)])
+        (left, right), (top, bottom) = corners
+        return cls(region=(left, top, right, bottom), size=size, crop_size=transform.crop_size)
 
     def of_image(self, boxes: np.ndarray) -> np.ndarray:
         """[D, 4] in pixels of the model's input -> the same in those of the image, within it."""
-        corners = boxes.astype(np.float64) * (self.side / self.crop_size) + [self.left, self.top, self.left, self.top]
-        found: np.ndarray = np.clip(corners, 0, [*self.size, *self.size])
+        first, last = np.split(np.array(self.region), 2)  # [2] each
+        corners = boxes.astype(np.float64).reshape(-1, 2, 2) * ((last - first) / self.crop_size) + first
+        found: np.ndarray = np.clip(corners, 0, self.size).reshape(-1, 4)
         return found
 
 

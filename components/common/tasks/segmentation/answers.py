@@ -28,7 +28,7 @@ def _answer(output: np.ndarray, classes: Sequence[str], view: View) -> Answer:
         "classes": [classes[index] for index in order],
         "shares": [round(float(counts[index] / mask.size), 6) for index in order],
         "mask": base64.b64encode(encoded.getvalue()).decode(),
-        "region": view.region(),
+        "region": [round(each, 2) for each in view.region],
     }
 
 

@@ -3,8 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torchvision.ops import batched_nms, box_iou
 
+from components.common.contracts.transforms import transform_for
+from components.common.data.dali_pipelines import load_image
+from components.common.data.image_files import encode_image
 from components.common.tasks.answers import View, answers_of
 from components.common.tasks.detection.boxes import decode, detect, overlap
 
@@ -67,7 +71,21 @@ def test_an_answer_has_the_objects_that_validation_counts_cut_to_what_was_seen()
     raw[:, 4:8] = 0.5  # anchors that are their objects
     raw[:, :4] = [-60, 0, 20, 20], [-2, 0, 20, 20], [100, 0, 120, 20]  # the first two are alike once they are cut
     assert len(detect(raw)) == 3
-    view = View(left=32, top=0, side=96, size=(160, 96), crop_size=96)
+    view = View(region=(32, 0, 128, 96), size=(160, 96), crop_size=96)
     answer = answers_of("detection").answer(raw, ["square"], view)
     assert answer["boxes"] == [[32, 0, 52, 20], [32, 0, 52, 20]]  # nothing is left of what was not seen
     assert len(answer["classes"]) == len(answer["labels"]) == len(answer["scores"]) == 2
+
+
+@pytest.mark.parametrize("size", [(500, 375), (375, 500), (107, 64), (64, 64)])
+def test_boxes_come_back_the_way_that_the_image_went(size: tuple[int, int]) -> None:
+    transform = transform_for(64, resize_ratio=0.875)
+    middle = [side // 2 for side in size]
+    image = Image.new("RGB", size)
+    image.paste((255, 255, 255), (middle[0] - 12, middle[1] - 12, middle[0] + 12, middle[1] + 12))
+    pixels = load_image(encode_image(image, "PNG"), transform)[0, 0]
+    light = pixels - pixels.min()
+    places = np.arange(64) + 0.5
+    x, y = (light.sum(axis=axis) @ places / light.sum() for axis in (0, 1))  # the middle of what is white
+    (found,) = View.of(size, transform).of_image(np.array([[x, y, x, y]]))
+    np.testing.assert_allclose(found, [*middle, *middle], atol=0.05)
