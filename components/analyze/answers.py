@@ -7,7 +7,7 @@ from PIL import Image
 
 from components.analyze.config import AnalyzeConfig
 from components.common.contracts.manifests import BundleManifest
-from components.common.data.evaluation import most_likely
+from components.common.data.evaluation import most_likely, names_class
 from components.common.tasks import TASKS
 from components.common.tasks.answers import Answer, Answers, View, answers_of
 from components.common.tasks.drawing import palette
@@ -31,13 +31,13 @@ class FrameAnswers:
             output: of the network, [...] float32.
             size: of the frame.
         """
-        if not np.isfinite(output).all():
+        if not (names_class(output) if self.shows_one else np.isfinite(output).all()):
             return {name: [] for name in self._task.columns}
         return self._task.answer(output, self.classes, View.of(size, self._transform))
 
     def answers(self, outputs: np.ndarray, sizes: Sequence[tuple[int, int]]) -> list[Answer]:
         """The answers of several frames; see `answer`."""
-        if self.shows_one and np.isfinite(outputs).all():  # together, since each frame's time counts
+        if self.shows_one and names_class(outputs).all():  # together, since each frame's time counts
             return _likeliest(outputs, self.classes, self._top_k)
         return [self.answer(*each) for each in zip(outputs, sizes, strict=True)]
 

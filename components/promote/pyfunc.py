@@ -18,7 +18,7 @@ from components.common.contracts.errors import EngineryError, RuntimeUnavailable
 from components.common.contracts.manifests import ALL_FILES, Artifact, BundleManifest, load
 from components.common.contracts.records import Precision
 from components.common.contracts.transforms import TransformSpec
-from components.common.data.evaluation import most_likely
+from components.common.data.evaluation import most_likely, names_class
 from components.common.data.image_files import upright_size
 from components.common.registry.trust import check_chain, read_statements
 from components.common.runtimes import RUNTIME_OPTIONS, RUNTIMES, RuntimeOption
@@ -295,8 +295,8 @@ def table(logits: np.ndarray, classes: Sequence[str], top_k: int) -> pd.DataFram
     """Return the prediction for each image.
 
     Columns: `label` and its `probability` (0..1); `labels` and `probabilities`, lists of the `top_k` most likely
-    classes, the likeliest first, ties in the order of the classes. Logits with NaN name no class, as in validation:
-    the label is None and the lists are empty.
+    classes, the likeliest first, ties in the order of the classes. Logits that name no class, as in validation, have
+    None as their label and empty lists.
 
     Args:
         logits: [images, classes] float32.
@@ -305,7 +305,7 @@ def table(logits: np.ndarray, classes: Sequence[str], top_k: int) -> pd.DataFram
     """
     rows: list[tuple[str | None, float, list[str], list[float]]] = []
     for row in logits:
-        if np.isnan(row).any():
+        if not names_class(row):
             rows.append((None, float("nan"), [], []))
             continue
         best, shares = most_likely(row, top_k)
@@ -325,7 +325,7 @@ def answer_table(
 
     Of detection: lists of `classes`, `scores` and `boxes`, [x1, y1, x2, y2] in pixels of the image, the surest first.
     Of segmentation: `classes` with their `shares`, the largest first, and the `mask` of a `region` of the image, a PNG
-    of the classes' numbers as base64 text. An output with NaN answers nothing: empty lists, and no text.
+    of the classes' numbers as base64 text. An output with NaN or infinity answers nothing: empty lists, and no text.
 
     Args:
         outputs: of the network, [B, ...] float32 each.

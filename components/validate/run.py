@@ -284,7 +284,7 @@ def image_sizes(data: Artifact[DatasetManifest]) -> np.ndarray | None:
 
 
 def observed_values(own: ClassPredictions, sizes: np.ndarray | None) -> dict[StatisticName, np.ndarray]:
-    """Statistics of each validation image whose logits do not hold NaN, [N] each: as a server has them of requests.
+    """Statistics of each validation image whose logits name a class, [N] each: as a server has them of requests.
 
     Args:
         own: with image statistics.
@@ -380,7 +380,9 @@ def corrupted_rows(predictions: Mapping[str, Predictions], precision: str) -> tu
 def _undefined_note(own: Predictions) -> str:
     if not own.num_undefined:
         return ""
-    return f"the logits of {own.num_undefined:,} of {own.num_images:,} images hold NaN, which counts as wrong"
+    return (
+        f"the logits of {own.num_undefined:,} of {own.num_images:,} images hold NaN or infinity, which counts as wrong"
+    )
 
 
 def _benchmark(

@@ -19,7 +19,7 @@ from components.common.contracts.errors import EngineryError, UserError
 from components.common.contracts.manifests import Artifact, RepositoryManifest
 from components.common.contracts.records import Record
 from components.common.data.dali_pipelines import ImageBatches
-from components.common.data.evaluation import most_likely
+from components.common.data.evaluation import most_likely, names_class
 from components.common.registry.trust import check_folder
 from components.common.runtimes.openvino import OpenVINORunner
 from components.common.runtimes.selection import fit_model
@@ -35,7 +35,7 @@ _POLL_S = 0.2
 # Where a connection ended, or sends what no server of ours does.
 _NONE_OF_OURS = (OSError, EOFError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
-Classify = Callable[[bytes], str]  # an encoded image to its class; raises EngineryError where there is no answer
+Classify = Callable[[bytes], str]  # an encoded image to its class; empty, or raises EngineryError, where there is none
 
 
 class ShadowConfig(Record):
@@ -183,7 +183,7 @@ def _local_model(repository: Artifact[RepositoryManifest]) -> Iterator[Classify]
 
         def classify(image: bytes) -> str:
             logits = runner.infer(images.load([image], ["the image"]))  # [1, classes]
-            return manifest.classes[most_likely(logits[0], 1)[0][0]]
+            return manifest.classes[most_likely(logits[0], 1)[0][0]] if names_class(logits[0]) else ""
 
         yield classify
 

@@ -39,7 +39,7 @@ class ClassPredictions(Predictions):
     there are more than 32,768 classes, and 16 for the label and the image's statistics, which all precisions share.
     """
 
-    # [N, k] int16 or int32, class indices, most likely first; k = min(5, classes). -1 where the logits held NaN
+    # [N, k] int16 or int32, class indices, most likely first; k = min(5, classes). -1 where they name none
     top: np.ndarray
     labels: np.ndarray  # [N] int32
     # [N] float32, 0..1 each: the most likely class's probability, and the entropy of all over the largest possible
@@ -66,7 +66,7 @@ class ClassPredictions(Predictions):
 
     @property
     def num_undefined(self) -> int:
-        """Images whose logits held NaN: no class was predicted, which is never right."""
+        """Images whose logits name no class, which is never right."""
         return int((self.top[:, 0] < 0).sum())
 
     @property
@@ -165,7 +165,7 @@ class ClassPredictions(Predictions):
         return Top1Drop.of(self.comparison(fp32), num_images)
 
 
-NO_CLASS = "nothing (NaN)"  # in place of a class, where the logits held NaN
+NO_CLASS = "nothing (NaN or infinity)"  # in place of a class, where the logits name none
 
 
 def class_name(classes: tuple[str, ...], index: int) -> str:
@@ -276,11 +276,20 @@ def predict_in_parts(
     return {name: type(own).join([result[name] for result in results]) for name, own in results[0].items()}
 
 
+def names_class(logits: np.ndarray) -> np.ndarray:
+    """True for images that have a likeliest class: no logit is NaN, and the largest is finite. [..., classes] -> [...].
+
+    Of some classes minus infinity is an answer. The others count as wrong, and nobody who runs the model answers them.
+    """
+    named: np.ndarray = np.isfinite(logits.max(axis=-1))  # NaN is the largest
+    return named
+
+
 def top_classes(logits: np.ndarray) -> np.ndarray:
     """The most likely classes of each row, ties to the lower index. [B, classes] float -> [B, k] int32.
 
-    A row with NaN predicts nothing: -1 in every place. An order among what is left of it would count it as right for
-    the images of some class, most often the first.
+    A row that names no class predicts nothing: -1 in every place. An order among what is left of one with NaN would
+    count it as right for the images of some class, most often the first.
 
     Takes the largest k times over instead of sorting, which costs as much as an engine does: of 1,000 classes only 5
     are wanted.
@@ -288,7 +297,7 @@ def top_classes(logits: np.ndarray) -> np.ndarray:
     k = min(TOP_K, logits.shape[1])
     if not np.isfinite(logits).all():  # rare, and taking out the largest would not tell -inf from what was taken
         ordered = np.argsort(-logits, axis=1, kind="stable")[:, :k].astype(np.int32)
-        ordered[np.isnan(logits).any(axis=1)] = -1
+        ordered[~names_class(logits)] = -1
         return ordered
     left, rows = logits.copy(), np.arange(len(logits))
     top = np.empty((len(logits), k), np.int32)
@@ -340,7 +349,7 @@ def most_likely(logits: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]
     """The likeliest classes of images and their probabilities, the likeliest first, ties in the order of classes.
 
     Args:
-        logits: [..., classes] float, without NaN.
+        logits: [..., classes] float, of images that name one.
         top_k: 1 or more.
 
     Returns:

@@ -45,7 +45,7 @@ class Predictions(Protocol):
 
     @property
     def num_undefined(self) -> int:
-        """Images whose outputs held NaN, which counts as wrong."""
+        """Images whose outputs held NaN or infinity, which counts as wrong."""
         ...
 
     @property

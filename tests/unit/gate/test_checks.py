@@ -411,7 +411,7 @@ def test_fp32_is_recommended_with_the_least_top1_alone(least: float, precision: 
     assert found.precision == precision
 
 
-NAN = "the logits of 4 of 10,000 images hold NaN, which counts as wrong"
+NAN = "the logits of 4 of 10,000 images hold NaN or infinity, which counts as wrong"
 PLANS = "OpenVINO ran the ONNX file, not the plan: it was built elsewhere (GPU; driver)"
 FP32 = "FP32, which it is compared with: "
 UNPROVED = "not proved: gate.confident is false, so the measured drop alone counts"

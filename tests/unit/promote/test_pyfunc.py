@@ -164,8 +164,9 @@ def test_top_k(model, images) -> None:
             model.predict(images[:1], params={"top_k": top_k})
 
 
-def test_logits_with_nan_name_no_class() -> None:
-    logits = np.array([[0, 1, np.nan], [0, 3, 3]], np.float32)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_no_numbers_name_no_class(value: float) -> None:
+    logits = np.array([[0, 1, value], [-np.inf, 3, 3]], np.float32)
     found = table(logits, ("a", "b", "c"), 2)
     assert found["label"][0] is None or pd.isna(found["label"][0])
     assert (found["labels"][0], found["labels"][1]) == ([], ["b", "c"])  # ties in the order of the classes

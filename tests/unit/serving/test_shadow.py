@@ -17,15 +17,17 @@ from functools import partial
 from multiprocessing.connection import Client
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from components.common.contracts.digests import digest_bytes
+from components.common.runtimes.openvino import OpenVINORunner
 from components.serve.shadow import KEYS, MAX_IMAGE_BYTES, SHADOW_VARIABLE, Sampler
 from enginery.serving.installation import find_triton
 from enginery.serving.repository import RepositoryConfig, write_repository
 from enginery.serving.server import Ports, Server, shadow_socket
-from enginery.serving.shadow import SampleListener
+from enginery.serving.shadow import SampleListener, _local_model, open_challenger
 from enginery.serving.shadow_record import read_record
 from tests.processes import start_python
 from tests.unit.registered import enginery, files, refuses, write_keys
@@ -253,6 +255,14 @@ def test_nothing_is_sampled_unless_it_was_exported_so(served, exported, challeng
     assert not (tmp_path / "out").exists()
     with refuses("output-exists"):
         enginery("shadow", challenger, "--output", tmp_path)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_challenger_names_no_class_where_a_server_refuses(challenger, images, monkeypatch, value: float) -> None:
+    logits = np.array([[value, *range(9)]], np.float32)
+    monkeypatch.setattr(OpenVINORunner, "infer", lambda *_: logits)
+    with _local_model(open_challenger(challenger)) as classify:
+        assert classify(images[0]) == ""
 
 
 def test_metrics_that_are_not_there_are_told(champion, images) -> None:

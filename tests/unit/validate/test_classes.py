@@ -61,8 +61,8 @@ def test_images_without_a_prediction_are_confused_with_nothing() -> None:
     found = _confusion(("a", "b", "c"), fp32, own, {})
     assert found.matrix == ((1, 0, 0), (0, 0, 0), (0, 1, 0))
     pairs = [(pair.label, pair.predicted, pair.num_images) for pair in found.pairs]
-    assert pairs == [("a", "nothing (NaN)", 1), ("b", "nothing (NaN)", 1), ("c", "b", 1)]
-    assert _undefined_note(own) == "the logits of 2 of 4 images hold NaN, which counts as wrong"
+    assert pairs == [("a", "nothing (NaN or infinity)", 1), ("b", "nothing (NaN or infinity)", 1), ("c", "b", 1)]
+    assert _undefined_note(own) == "the logits of 2 of 4 images hold NaN or infinity, which counts as wrong"
     assert _undefined_note(fp32) == ""
 
 

@@ -36,14 +36,13 @@ class BoxPredictions(ByDraws, Predictions):
     matches: Matches  # of these detections
     objects: np.ndarray  # [O, 6] float32: x1, y1, x2, y2, class, ignored
     object_counts: np.ndarray  # [N] int32: objects of each image, ignored ones included
-    undefined: np.ndarray  # [N] bool: the outputs held NaN, which finds nothing
+    undefined: np.ndarray  # [N] bool: the outputs held NaN or infinity, which finds nothing
 
     @classmethod
     def of(cls, outputs: np.ndarray, labels: np.ndarray) -> Self:
         """See Predictions. outputs: [B, A, 8 + classes], as `boxes` has it; labels: [B, M, 6], class -1 is padding."""
         num_classes = outputs.shape[2] - NUM_BOX_VALUES
-        with np.errstate(invalid="ignore"):
-            undefined = np.isnan(outputs.reshape(len(outputs), -1).max(axis=1))
+        undefined = ~np.isfinite(outputs).all(axis=(1, 2))
         real = labels[..., 4] >= 0
         objects = [own[which].astype(np.float32) for own, which in zip(labels, real, strict=True)]
         found = [
@@ -72,7 +71,7 @@ class BoxPredictions(ByDraws, Predictions):
 
     @property
     def num_undefined(self) -> int:
-        """Images whose outputs held NaN: nothing is found."""
+        """Images whose outputs held NaN or infinity: nothing is found."""
         return int(self.undefined.sum())
 
     @property
@@ -137,7 +136,7 @@ class BoxPredictions(ByDraws, Predictions):
         found, wrong, objects = (int(each[place].sum()) for each in self._counts)
         label = f"{objects:,} object{'' if objects == 1 else 's'}" if objects else "no object"
         if self.undefined[place]:
-            return label, "nothing (NaN)"
+            return label, "nothing (NaN or infinity)"
         parts = {"found": found, "missed": objects - found, "wrong": wrong}
         return label, ", ".join(f"{number:,} {name}" for name, number in parts.items() if number) or "nothing found"
 

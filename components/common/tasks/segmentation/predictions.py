@@ -26,15 +26,15 @@ class MaskPredictions(ByDraws, Predictions):
     """
 
     pixels: np.ndarray  # [N, classes, 3] int32: predicted rightly, predicted, labelled; without void
-    grid: np.ndarray  # [N, r, c] uint8: the class at every so many pixels, VOID where the outputs held NaN
+    grid: np.ndarray  # [N, r, c] uint8: the class at every so many pixels, VOID where the outputs held NaN or infinity
     labels: np.ndarray  # [N, r, c] uint8: the same of the labels
 
     @classmethod
     def of(cls, outputs: np.ndarray, labels: np.ndarray) -> Self:
         """See Predictions. outputs: [B, classes, H, W] logits; labels: [B, H, W], VOID for what doesn't count."""
         num_images, num_classes, *size = outputs.shape
-        best = outputs.argmax(axis=1)  # NaN is the largest
-        best[np.isnan(outputs).any(axis=(1, 2, 3))] = VOID
+        best = outputs.argmax(axis=1)
+        best[~np.isfinite(outputs).all(axis=(1, 2, 3))] = VOID
         rows, columns = (np.arange(0, side, -(-side // _GRID)) for side in size)
         places = np.ix_(np.arange(num_images), rows, columns)
         offsets = num_classes * np.arange(num_images)[:, None, None]
@@ -59,7 +59,7 @@ class MaskPredictions(ByDraws, Predictions):
 
     @property
     def num_undefined(self) -> int:
-        """Images whose outputs held NaN: no pixel is right."""
+        """Images whose outputs held NaN or infinity: no pixel is right."""
         return int((self.grid == VOID).all(axis=(1, 2)).sum())
 
     @property

@@ -54,6 +54,8 @@ class Recorder:
         ([1, 1, 1, 1, 1, 1, 1], [0, 1, 2, 3, 4]),
         ([-np.inf, 1, -np.inf, 2, -np.inf, -np.inf], [3, 1, 0, 2, 4]),
         ([np.nan, 1, 2, 3, 4, 5], [-1, -1, -1, -1, -1]),
+        ([np.inf, 1, 2, 3, 4, 5], [-1, -1, -1, -1, -1]),
+        ([-np.inf] * 5, [-1, -1, -1, -1, -1]),
         ([1, 2], [1, 0]),
     ],
 )
@@ -73,8 +75,8 @@ def test_shares_are_of_all_images() -> None:
     # Without a prediction an image is wrong, whatever its label.
     logits = np.array([[np.nan, np.nan], [2, 1], [1, np.nan], [np.inf, 0]], np.float32)
     predictions = ClassPredictions(top=top_classes(logits), labels=np.array([0, 0, 1, 0], np.int32))
-    assert predictions.right.tolist() == [False, True, False, True]
-    assert (predictions.num_undefined, predictions.score_pct, predictions.top5_pct) == (2, 50.0, 50.0)
+    assert predictions.right.tolist() == [False, True, False, False]
+    assert (predictions.num_undefined, predictions.score_pct, predictions.top5_pct) == (3, 25.0, 25.0)
 
 
 @pytest.mark.parametrize(

@@ -96,16 +96,17 @@ def test_map_is_that_of_pycocotools_over_parts(seed: int, ties: bool) -> None:
     assert whole.select(slice(3, 4)).per_image.tolist() == [whole.per_image[3]]
 
 
-def test_nan_finds_nothing() -> None:
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_finds_nothing(value: float) -> None:
     objects = labels(8, seed=2)
     raw = outputs(objects, 0.5)
     assert (objects[4, :, 4] >= 0).any()
-    raw[4, 7, 2] = np.nan
+    raw[4, 7, 2] = value
     found, whole = BoxPredictions.of(raw, objects), predicted(objects, 0.5)
     assert found.num_undefined == 1
     assert found.matches.counts[4] == 0 < whole.matches.counts[4]
     assert found.per_image[4] == 0.0
-    assert found.described(4, CLASSES)[1] == "nothing (NaN)"
+    assert found.described(4, CLASSES)[1] == "nothing (NaN or infinity)"
     assert found.num_differing(whole) == 1
     assert found.score_pct < whole.score_pct
 

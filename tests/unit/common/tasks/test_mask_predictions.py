@@ -58,10 +58,11 @@ def test_a_class_that_is_only_predicted_counts_for_no_class_but_costs_the_others
     assert found.score_pct == pytest.approx(75.0)
 
 
-def test_nan_predicts_nothing() -> None:
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_predicts_nothing(value: float) -> None:
     masks = labels(4)
     own = outputs(masks, 0.0)
-    own[1, 2, 5, 7] = np.nan
+    own[1, 2, 5, 7] = value
     found = MaskPredictions.of(own, masks)
     assert found.num_undefined == 1
     assert found.per_image.tolist() == pytest.approx([100.0, 0.0, 100.0, 100.0])
