@@ -92,7 +92,7 @@ def measure(
             bundle_digest=models.digest,
             task=models.manifest.task,
             rows=tuple(
-                _row(models.manifest, precision, translators[precision], predictions)
+                _row(models.manifest, precision, translators[precision], predictions, config.beam_size)
                 if precision in translators
                 else AccuracyRow(precision=precision, runtime="n/a", note=notes[precision])
                 for precision in PRECISIONS
@@ -112,10 +112,16 @@ def measure(
 
 
 def _row(
-    bundle: BundleManifest, precision: Precision, translator: Translator, predictions: Mapping[str, TextPredictions]
+    bundle: BundleManifest,
+    precision: Precision,
+    translator: Translator,
+    predictions: Mapping[str, TextPredictions],
+    beam_size: int,
 ) -> AccuracyRow:
     own, fp32 = predictions[precision], predictions.get("fp32")
+    beams = f"measured with {beam_size} beams, and a server's search is greedy: set validate.beam_size to 1"
     empty = f"the translations of {own.num_undefined:,} of {own.num_images:,} sentences are empty"
+    notes = translator.note, beams if beam_size > 1 else "", empty if own.num_undefined else ""
     return AccuracyRow(
         precision=precision,
         runtime=translator.runtime,
@@ -130,7 +136,7 @@ def _row(
         delta_points=own.score_pct - fp32.score_pct if fp32 else None,
         agreement_pct=own.agreement_pct(fp32) if fp32 else None,
         comparison=own.comparison(fp32) if fp32 and precision != "fp32" else None,
-        note=". ".join(filter(None, (translator.note, empty if own.num_undefined else ""))),
+        note=". ".join(filter(None, notes)),
     )
 
 

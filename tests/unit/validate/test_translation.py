@@ -16,11 +16,12 @@ from components.common.contracts.manifests import BundleManifest, DatasetManifes
 from components.common.contracts.settings import resolve
 from components.common.process.steplog import StepLog
 from components.common.tasks.translation import evaluation
+from components.common.tasks.translation.predictions import TextPredictions
 from components.common.tasks.translation.runners import Translator
 from components.common.tasks.translation.vocabulary import VOCABULARY, Vocabulary
 from components.validate.config import ValidateConfig
 from components.validate.schema import Report
-from components.validate.translation import SentenceRunner, by_length, measure
+from components.validate.translation import SentenceRunner, _row, by_length, measure
 from tests.steps import step
 from tests.unit.refusals import refuses
 from tests.unit.sentences import HOSTILE
@@ -84,6 +85,14 @@ def test_data_of_other_languages_are_refused(translator: Chain, tmp_path: Path) 
     other = SimpleNamespace(text_spec=models.manifest.text_spec.model_copy(update={"source_language": "fr"}))
     with refuses("other-languages"):
         measure(settings(), StepLog("validate"), models, SimpleNamespace(path=data.path, manifest=other), tmp_path)
+
+
+def test_a_search_that_servers_do_not_make_is_said() -> None:
+    bundle = SimpleNamespace(files={"fp32.onnx": SimpleNamespace(size_bytes=1)})
+    translator = SimpleNamespace(runtime="openvino", device="CPU", files=[Path("fp32.onnx")], note="")
+    found = {"fp32": TextPredictions.of_texts(["one"], ["one"], "en")}
+    notes = [_row(bundle, "fp32", translator, found, beam_size).note for beam_size in (1, 4)]
+    assert notes == ["", "measured with 4 beams, and a server's search is greedy: set validate.beam_size to 1"]
 
 
 class Recorder:
