@@ -43,8 +43,8 @@ class DatasetSettings(StepConfig):
     max_short_side: int = Field(
         0,
         ge=0,
-        description="Images whose shorter side is longer are scaled down to it and encoded as JPEG, in pixels; 0 "
-        "packs every file as it is.",
+        description="Images whose shorter side is longer are scaled down to it and encoded as JPEG, in pixels, "
+        "also those of validation, while servers take images as they are sent; 0 packs every file as it is.",
     )
     jpeg_quality: int = Field(90, ge=1, le=100, description="Quality of images that are encoded again.")
     part: str = Field(
