@@ -142,7 +142,7 @@ class ArithmeticSearch:
             return known[0]
         model = insert_qdq(self.fp32, self.scales, arithmetic=arithmetic)
         error = self._error(self.candidates.logits(model, self.batches))
-        session = new_session(model.SerializeToString(), optimize=False)
+        session = new_session(model.SerializeToString())
         shapes = self.candidates.shapes
         (simulated,) = session.run([shapes.output_name], {shapes.input_name: self._images})
         simulated_error = self._error(simulated)

@@ -14,19 +14,19 @@ from components.common.runtimes.onnx_files import onnx_content, parse_onnx
 from components.common.runtimes.runner import BenchmarkOptions, Images, OpenModel, Timing, measure_host, to_numpy
 
 
-def new_session(model: Path | bytes, *, optimize: bool = True) -> onnxruntime.InferenceSession:
+def new_session(model: Path | bytes) -> onnxruntime.InferenceSession:
     """A CPU session that uses the cores this process may use and is silent below errors.
 
     Args:
         model: its file, or what is in it.
-        optimize: False computes each node as it stands, so that Q/DQ are computed in floating point.
     """
-    levels = onnxruntime.GraphOptimizationLevel
     options = onnxruntime.SessionOptions()
     # Not ORT_ENABLE_ALL: its changes of layout end the process on a ViT in FP16 (onnxruntime 1.31.1).
-    options.graph_optimization_level = levels.ORT_ENABLE_EXTENDED if optimize else levels.ORT_DISABLE_ALL
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     options.intra_op_num_threads = num_cores()
     options.log_severity_level = 3
+    # Q/DQ in floats: the integers that it would put in their place saturate on CPUs without VNNI.
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
     content = onnx_content(model) if isinstance(model, Path) else model
     parse_onnx(content, model if isinstance(model, Path) else Path("model"))
     return onnxruntime.InferenceSession(

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -200,3 +201,29 @@ def test_a_file_that_openvino_can_not_compile_is_refused_with_its_reason(tmp_pat
     with refuses("openvino-refused") as error:
         openvino.compile_file(tmp_path / "int8.onnx", {})
     assert "No conversion rule found for operations: Det-17" in str(error.value)
+
+
+def test_onnx_runtime_computes_q_dq_in_floats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In integers the sums of the numerical reference would saturate on CPUs without VNNI."""
+
+    def q_dq(name: str) -> list[onnx.NodeProto]:
+        read = helper.make_node("QuantizeLinear", [name, "scale", "zero"], [f"{name}.q"])
+        return [read, helper.make_node("DequantizeLinear", [f"{name}.q", "scale", "zero"], [f"{name}.dq"])]
+
+    weight = helper.make_node("DequantizeLinear", ["weight", "scale", "signed"], ["weight.dq"])
+    nodes = [*q_dq("images"), weight, helper.make_node("Conv", ["images.dq", "weight.dq"], ["conv"]), *q_dq("conv")]
+    constants = {"weight": np.ones((4, 3, 1, 1), np.int8), "scale": np.array(0.1, np.float32)}
+    constants |= {"zero": np.array(0, np.uint8), "signed": np.array(0, np.int8)}
+    sizes = {"images": ["N", 3, 8, 8]}, {"conv.dq": ["N", 4, 8, 8]}
+    model = onnx_model(nodes, *sizes, constants)
+    made = onnxruntime.onnxruntime.SessionOptions
+
+    def that_write() -> object:
+        options = made()
+        options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+        return options
+
+    monkeypatch.setattr(onnxruntime.onnxruntime, "SessionOptions", that_write)
+    onnxruntime.new_session(model.SerializeToString())
+    kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    assert kinds.count("Conv") == 1
