@@ -2,7 +2,6 @@
 
 import base64
 import binascii
-import io
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from components.common.contracts.manifests import ALL_FILES, Artifact, BundleMan
 from components.common.contracts.records import Precision
 from components.common.contracts.transforms import TransformSpec
 from components.common.data.evaluation import most_likely, names_class
-from components.common.data.image_files import upright_size
+from components.common.data.image_files import encode_image, upright_size
 from components.common.registry.trust import check_chain, read_statements
 from components.common.runtimes import RUNTIME_OPTIONS, RUNTIMES, RuntimeOption
 from components.common.runtimes.selection import RuntimeSelection, not_measured_here, select_runtime
@@ -118,9 +117,7 @@ def _encoded(item: Any, name: str) -> bytes:
             raise UserError(
                 f"{name} has pixels from {item.min()} to {item.max()}; they go from 0 to 255", code="pixel-range"
             )
-        buffer = io.BytesIO()
-        Image.fromarray(item.astype(np.uint8)).save(buffer, "PNG", compress_level=0)
-        return buffer.getvalue()
+        return encode_image(Image.fromarray(item.astype(np.uint8)), "PNG", compress_level=0)
     raise UserError(f"{name} is a {type(item).__name__}; {TAKEN}", code="not-an-image")
 
 

@@ -1,6 +1,5 @@
 """Images through a bundle whose answers are no classes: what each precision says, and a picture of it."""
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from PIL import Image, ImageDraw
 
 from components.common.contracts.manifests import Artifact, BundleManifest
 from components.common.contracts.records import Precision
-from components.common.data.image_files import rgb, upright_size
+from components.common.data.image_files import encode_image, rgb, upright_size
 from components.common.runtimes.selection import select_runtimes
 from components.common.tasks.answers import Answer, View, answers_of
 from components.validate.inspect import load_input
@@ -79,6 +78,4 @@ def picture(bundle: BundleManifest, found: Sequence[Answered]) -> bytes:
             draw.text((x, y), title, fill="black")
             scale = _TILE_SIDE / max(tile.size)
             whole.paste(tile.resize([max(1, round(side * scale)) for side in tile.size]), (x, y + _TEXT_HEIGHT))
-    encoded = io.BytesIO()
-    whole.save(encoded, "PNG")
-    return encoded.getvalue()
+    return encode_image(whole, "PNG")

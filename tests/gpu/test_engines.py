@@ -257,7 +257,7 @@ def test_timing_cache_is_reused(bundle, built):
     assert again.build_seconds < built["fp16"].build_seconds
 
 
-def test_damaged_timing_cache_starts_anew(bundle, built, tmp_path):
+def test_damaged_timing_cache_starts_again(bundle, built, tmp_path):
     (cache,) = (bundle / "timing").glob("*fp32*")
     damaged = tmp_path / cache.name
     damaged.write_bytes(b"not a timing cache")

@@ -1,13 +1,12 @@
 """A mask as an answer: a PNG of the classes' numbers, and the share of each class."""
 
 import base64
-import io
 from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image, ImageDraw
 
-from components.common.data.image_files import open_image
+from components.common.data.image_files import encode_image, open_image
 from components.common.tasks.answers import Answer, Answers, View
 from components.common.tasks.drawing import coloured, palette, write_name
 
@@ -20,14 +19,12 @@ _MAX_SIDE = 8192  # px
 def _answer(output: np.ndarray, classes: Sequence[str], view: View) -> Answer:
     """output: [classes, H, W] logits without NaN. The mask is of `region`, at the model's size."""
     mask = output.argmax(axis=0).astype(np.uint8)  # [H, W]
-    encoded = io.BytesIO()
-    Image.fromarray(mask).save(encoded, "PNG")
     counts = np.bincount(mask.ravel(), minlength=len(classes))
     order = [int(index) for index in np.argsort(-counts, kind="stable") if counts[index]]
     return {
         "classes": [classes[index] for index in order],
         "shares": [round(float(counts[index] / mask.size), 6) for index in order],
-        "mask": base64.b64encode(encoded.getvalue()).decode(),
+        "mask": base64.b64encode(encode_image(Image.fromarray(mask), "PNG")).decode(),
         "region": [round(each, 2) for each in view.region],
     }
 
