@@ -20,7 +20,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import psutil
@@ -118,6 +118,7 @@ class Session:
 @click.option("--profile/--no-profile", default=True, help="Record what the fastest cell spends its time on.")
 @click.option("--num-images", default=20000, type=click.IntRange(min=64), help="Of the parts that read files.")
 @click.option("--max-short-side", default=0, help="Of preprocess: scales the packed images down; 0 for not.")
+@click.option("--decode-on", type=click.Choice(["gpu", "cpu"]), default="gpu", help="train.decode_on, of shards.")
 @click.option("--reference-batch-size", default=256, help="Of torchvision's recipe.")
 @click.option("--work", default=Path("/tmp/enginery-train"), type=click.Path(path_type=Path), help="For images, logs.")
 @click.option("--again", is_flag=True, help="Measure known cells again.")
@@ -139,6 +140,7 @@ def main(
     profile: bool,
     num_images: int,
     max_short_side: int,
+    decode_on: Literal["gpu", "cpu"],
     reference_batch_size: int,
     work: Path,
     again: bool,
@@ -158,6 +160,7 @@ def main(
         seconds=seconds,
         turns=turns,
         work=str(folder),
+        decode_on=decode_on,
     )
     sizes = [int(size) for size in batch_sizes.split(",")]
     matrix = [

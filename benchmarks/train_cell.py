@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -63,6 +63,7 @@ class Cell(BaseModel):
     turns: int = 3
     work: str = ""  # what make_data has made
     num_workers: int = 0  # of torchvision's DataLoader
+    decode_on: Literal["gpu", "cpu"] = "gpu"  # of shards
     profile: bool = False
 
     @property
@@ -252,6 +253,7 @@ def shard_batches(cell: Cell, world: World) -> Iterator[Batch]:
         num_shards=world.world_size,
         device_id=world.device_id,
         num_threads=max(1, num_cores() // world.local_world_size),
+        decode_on=cell.decode_on,
     )
     while True:
         yield from loader

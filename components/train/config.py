@@ -165,6 +165,11 @@ class TrainConfig(StepConfig):
         description="Seconds without a batch after which reading the dataset counts as stuck. Up to version 0.1 its "
         "name was stuck_after_s, which is still read.",
     )
+    decode_on: Literal["gpu", "cpu"] = Field(
+        "gpu",
+        description="What decodes training images where a GPU trains. CPU cores leave it to the training, and must "
+        "keep up: see the share of waiting, and preprocess.max_short_side.",
+    )
     validation_epochs: int = Field(
         1, ge=1, description="Epochs between two validations; the last epoch is always validated."
     )

@@ -240,6 +240,7 @@ def _loaders(
         image_sizes=config.image_sizes,
         fp16=pick_precision(config, world.device) != torch.float32,
         seed=config.seed,
+        decode_on=config.decode_on,
         **place,
     )
     own_train = partial(train, batches_per_step=plan.num_accumulated, num_threads=num_threads, **own)

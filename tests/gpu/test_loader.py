@@ -104,12 +104,12 @@ def alike(first: Batch, second: Batch) -> bool:
     return near and torch.equal(first.labels, second.labels)
 
 
-@pytest.mark.parametrize("hw_decoder_load", [0.0, 0.9])
+@pytest.mark.parametrize("decoder", [{"hw_decoder_load": 0.0}, {"hw_decoder_load": 0.9}, {"decode_on": "cpu"}])
 @pytest.mark.parametrize(("rank", "num_pipelines"), [(0, 1), (1, 1), (1, 2)])
 def test_resumed_loaders_deliver_the_rest(
-    pictures: Artifact[DatasetManifest], rank: int, num_pipelines: int, hw_decoder_load: float
+    pictures: Artifact[DatasetManifest], rank: int, num_pipelines: int, decoder: dict[str, Any]
 ) -> None:
-    options = {"shard_id": rank, "num_pipelines": num_pipelines, "hw_decoder_load": hw_decoder_load}
+    options = {"shard_id": rank, "num_pipelines": num_pipelines, **decoder}
     whole = build(pictures, **options)
     num_batches = len(whole)
     assert num_batches == NUM_TRAIN // 2 // 11

@@ -198,12 +198,14 @@ def training_pipeline(
     decoder: dict[str, Any],
     size_of_batch: Callable[[int], int] | None,
     fp16: bool,
+    on_gpu: bool,
     move_label: Callable[[Any, Way], Any] | None = None,
 ) -> tuple[Any, Any]:
     """Images [size, size, 3] float32, augmented, and their labels as `reader` finds them, such as uint8 digits.
 
     `size_of_batch` gives the size from the number of the batch since training began; None for always crop_size. With
-    `fp16` images are float16. `move_label` is for labels that lie on the image.
+    `fp16` images are float16. With `on_gpu` they are resized there and delivered, whatever decodes them. `move_label`
+    is for labels that lie on the image.
     """
     raw, label = fn.readers.webdataset(**reader)
     ratio = augmentation.max_aspect_ratio
@@ -215,6 +217,8 @@ def training_pipeline(
         region = fn.random_crop_generator(fn.peek_image_shape(raw), **crop)
         pixels = {"axes": [0, 1], "normalized_anchor": False, "normalized_shape": False}
         images = fn.decoders.image_slice(raw, *region, output_type=types.RGB, **pixels, **decoder)
+    if on_gpu and decoder["device"] == "cpu":
+        images = images.gpu()
     size: Any = [spec.crop_size] * 2 if size_of_batch is None else _sizes(size_of_batch)
     images = fn.resize(images, size=size, interp_type=_INTERPOLATION[spec.interpolation], antialias=True)
     if jitter := _colour_jitter(augmentation):
@@ -230,7 +234,7 @@ def training_pipeline(
             side=None,
             flip=flip,
             least_share=_LEAST_SHARE,
-            on_gpu=decoder["device"] == "mixed",
+            on_gpu=on_gpu,
         )
         label = move_label(label, way)
     return images, label

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -294,6 +294,7 @@ class Loader:
         device_id: GPU to decode and to deliver on; None for the CPU.
         num_threads: decoder threads; 0 for one per core.
         hw_decoder_load: share of the JPEG files that a GPU's hardware decoder takes, where it has one; 0..1.
+        decode_on: of training: "cpu" leaves decoding to the cores where `device_id` is a GPU, too.
         num_pipelines: of training: DALI pipelines that make batches by turns, each from its share of the part; 0 for
             two on a GPU, where an epoch has 32 steps or more, and one otherwise.
         read_timeout_s: seconds without a batch after which reading counts as stuck.
@@ -324,6 +325,7 @@ class Loader:
         device_id: int | None = None,
         num_threads: int = 0,
         hw_decoder_load: float = HW_DECODER_LOAD,
+        decode_on: Literal["gpu", "cpu"] = "gpu",
         num_pipelines: int = 0,
         read_timeout_s: float = READ_TIMEOUT_S,
         first_epoch: int = 0,
@@ -337,10 +339,10 @@ class Loader:
         batch_size = max(1, batch_size // self._num_versions)
         info = dataset.manifest.splits[split]  # type: ignore[index]
         part = (info.num_images, batch_size, shard_id, num_shards)
+        on_gpu = device_id is not None
         if augmentation is None:
             plan = plan_evaluation(*part)
         else:
-            on_gpu = device_id is not None
             plan = plan_training(*part, batches_per_step=batches_per_step, num_pipelines=num_pipelines, on_gpu=on_gpu)
         num_shards, num_pipelines = plan.num_shards, plan.num_pipelines
         self.num_images, self.num_batches, self._num_dropped = plan.num_images, plan.num_batches, plan.num_dropped
@@ -359,7 +361,7 @@ class Loader:
             "shard_id": shard_id,
             "num_shards": num_shards,
             "num_pipelines": num_pipelines,
-            "device": "cpu" if device_id is None else "gpu",
+            "device": ("gpu" if decode_on == "gpu" else "gpu, decoded on cpu") if on_gpu else "cpu",
             "augmentation": augmentation.model_dump(mode="json") if augmentation else None,
             "image_sizes": list(image_sizes),
             "half": fp16,
@@ -376,7 +378,11 @@ class Loader:
         ]
         statistics = dataset.manifest.image_statistics
         decoder = decoder_options(
-            statistics, batch_size, num_pipelines, device_id=device_id, hw_decoder_load=hw_decoder_load
+            statistics,
+            batch_size,
+            num_pipelines,
+            device_id=device_id if decode_on == "gpu" else None,
+            hw_decoder_load=hw_decoder_load,
         )
         num_threads = max(1, (num_threads or num_cores()) // num_pipelines)
         options = {"batch_size": batch_size, "num_threads": num_threads, "device_id": device_id}
@@ -401,7 +407,7 @@ class Loader:
             checkpoint = None if saved is None else base64.b64decode(saved.checkpoints[share])
             resume = {"enable_checkpointing": True, "checkpoint": checkpoint}
             pipe = training_pipeline(
-                readers[share], spec, augmentation, decoder, sizes, fp16, move_label, **own, **resume
+                readers[share], spec, augmentation, decoder, sizes, fp16, on_gpu, move_label, **own, **resume
             )
             # Full batches without end. Epochs are counted by the loader: to DALI's samples they mean nothing.
             return DALIGenericIterator([pipe], ["images", "labels"], prepare_first_batch=False)
@@ -414,7 +420,7 @@ class Loader:
         # DALI keeps every thread from running while it opens the shards, so see first whether they answer.
         self._watched(lambda: _open_all(readers[0]))
         self._watched(lambda: _check_indexes(dataset, split))
-        if device_id is not None:
+        if device_id is not None and decode_on == "gpu":
             self._watched(lambda: _keep_decoders(device_id))
         for share in range(num_pipelines):
             self._iterators.append(self._watched(partial(build, share)))

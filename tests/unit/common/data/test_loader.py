@@ -288,19 +288,25 @@ def statistics(width: int, height: int) -> DatasetStatistics:
     return DatasetStatistics.model_validate({**OLD_STATISTICS, "max_width": width, "max_height": height})
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("device_id", [None, 0])
-def test_hardware_decoder_settings_reach_the_operator_on_gpus_only(training: bool, device_id: int | None) -> None:
-    decoder = decoder_options(statistics(500, 375), 64, device_id=device_id, hw_decoder_load=0.8)
+@pytest.mark.parametrize(
+    ("training", "device_id", "decoding_id"),
+    [(True, None, None), (True, 0, 0), (True, 0, None), (False, None, None), (False, 0, 0)],
+)
+def test_hardware_decoder_settings_reach_the_operator_on_gpus_only(
+    training: bool, device_id: int | None, decoding_id: int | None
+) -> None:
+    decoder = decoder_options(statistics(500, 375), 64, device_id=decoding_id, hw_decoder_load=0.8)
     reader = {"paths": ["x.tar"], "ext": ["jpg", "cls"]}
     options = {"batch_size": 64, "num_threads": 1, "device_id": device_id}
     if training:
-        pipe = training_pipeline(reader, DIGITS, Augmentation(), decoder, None, False, **options)
+        pipe = training_pipeline(reader, DIGITS, Augmentation(), decoder, None, False, device_id is not None, **options)
     else:
         pipe = evaluation_pipeline(reader, DIGITS, decoder, **options)
     pipe._build_graph()
     (text,) = (str(op._spec) for op in pipe._ops if "decoders__Image" in str(op._spec))
-    on_gpu = device_id is not None
+    (resize,) = (str(op._spec) for op in pipe._ops if "Resize" in str(op._spec).partition("\n")[0])
+    assert f"device: {'cpu' if device_id is None else 'gpu'}" in resize
+    on_gpu = decoding_id is not None
     assert ("device: mixed" if on_gpu else "device: cpu") in text
     assert [argument in text for argument in HW_ARGUMENTS] == [on_gpu] * 3
     assert ("hw_decoder_load" in text) == on_gpu
