@@ -39,22 +39,20 @@ class Samples:
     _kept: list[Batch] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches by the evaluation transform; the last one may be smaller. They are kept where memory allows."""
-        yield from self._kept or self._decoded()
-
-    def _decoded(self) -> Iterator[Batch]:
-        fit = 4 * 3 * self.transform.crop_size**2 * self.num_images <= _MAX_KEPT_BYTES
-        batches: list[Batch] = []
+        """Batches by the evaluation transform; the last one may be smaller. The first ones are kept in memory."""
+        yield from self._kept
+        num_kept = sum(len(batch.images) for batch in self._kept)
         position, end = 0, self.start + self.num_images
+        if num_kept == self.num_images:
+            return
         loader = Loader(self.dataset, "train", self.transform, batch_size=self.batch_size, device_id=self.device_id)
         for batch in loader:
-            first, last = max(self.start - position, 0), min(end - position, len(batch.images))
+            first, last = max(self.start + num_kept - position, 0), min(end - position, len(batch.images))
             position += len(batch.images)
             if last > first:
                 own = batch.part(slice(first, last))
-                batches += [own] if fit else []
-                if position >= end:
-                    self._kept[:] = batches
+                if 4 * 3 * self.transform.crop_size**2 * (position - self.start) <= _MAX_KEPT_BYTES:
+                    self._kept.append(own)
                 yield own
             if position >= end:
                 return

@@ -46,7 +46,7 @@ from components.export.mixed import Compiled, MixedSearch
 from components.export.placement import GraphIndex, activation_tensors, has_unsigned_activations, quantizable_layers
 from components.export.precision import FP16_MAX
 from components.export.qdq import TENSORRT, Arithmetic, insert_qdq, scales_below_fp16
-from components.export.selection import Budget, Candidates, Ranking, Selection
+from components.export.selection import NUM_SELECTION_IMAGES, Budget, Candidates, Ranking, Selection
 from components.export.smoothing import ALPHA, channels, smooth, smoothed_scales
 from components.export.sources import SourceModel
 
@@ -365,7 +365,7 @@ def _select(
     if chooses_blocks := chooser.on_cpu and config.mixed_engines > 0:  # in time that accuracy does not get
         wanted_s = 2 * (_PLACEMENT_S + config.mixed_engines * search.pass_s)
         search.deadline -= min(wanted_s, (deadline - time.monotonic()) / 2)
-    if search.num_images < samples.num_images:
+    if search.num_images < min(samples.num_images, NUM_SELECTION_IMAGES):
         chooser.log.note(
             f"FP32 is slow here: INT8 is measured on {search.num_images:,} of {samples.num_images:,} images, to end in "
             f"{config.search_seconds:g} s (export.search_seconds)"

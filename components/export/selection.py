@@ -28,7 +28,8 @@ from components.export.config import ExportConfig
 from components.export.placement import GraphIndex, float_graph, node_id, quantized_reads
 from components.export.qdq import Arithmetic, insert_qdq
 
-_MAX_STAGES = 4  # after which candidates are compared: an eighth of the images, a quarter, a half, all
+_MAX_STAGES = 4  # after which candidates are compared: an eighth of these images, a quarter, a half, all
+NUM_SELECTION_IMAGES = 2000  # on twice as many, and so on, INT8 is measured only where FP32 is fast
 _MAX_GROUPS, _MAX_ROUNDS = 8, 2  # of layers that go back into INT8
 
 Advance = Callable[[Collection[str], int], dict[str, Predictions]]
@@ -408,13 +409,14 @@ class Selection:
         return self._fp32.select(slice(num_images))
 
     def _measure_fp32(self) -> None:
-        """Run FP32 on all images; where that takes more than a third of the time, on a half, a quarter, an eighth."""
+        """Run FP32 on as many images as time allows: see `ExportConfig.search_seconds`."""
         started = time.monotonic()
-        share_s = (self.deadline - started) / 3
+        time_s = self.deadline - started
 
         def keep(seen: Mapping[str, Predictions]) -> list[str]:
             # Each stage takes as long as all before.
-            return ["fp32"] if 2 * (time.monotonic() - started) < share_s else []
+            share = 3 if seen["fp32"].num_images < NUM_SELECTION_IMAGES else 50
+            return ["fp32"] if 2 * (time.monotonic() - started) < time_s / share else []
 
         self._fp32 = self._predict({"fp32": self.model}, "measuring FP32", self.time_left, keep)["fp32"]
         self.num_images = self._fp32.num_images
@@ -426,7 +428,7 @@ class Selection:
         detail: Callable[[], str],
         keep: Callable[[Mapping[str, Predictions]], Collection[str]],
     ) -> dict[str, Predictions]:
-        """Predictions of models on the first images: an eighth of all, a quarter, a half, all.
+        """Predictions of models on the first images: 250, 500, and so on to `num_images`.
 
         Args:
             models: by name.
@@ -434,9 +436,11 @@ class Selection:
             detail: see `Measure`.
             keep: takes the predictions of the models that are left, returns those that continue, the best first.
         """
-        ends = [self.num_images]
+        ends = [min(NUM_SELECTION_IMAGES, self.num_images)]
         while len(ends) < _MAX_STAGES and ends[0] // 2 >= MIN_SELECTION_IMAGES:
             ends.insert(0, ends[0] // 2)
+        while ends[-1] < self.num_images:
+            ends.append(min(2 * ends[-1], self.num_images))
         found: dict[str, Predictions] = {}
         left, done = list(models), 0
         with self.measure(models, text, detail) as advance:

@@ -82,7 +82,7 @@ from components.export.onnx_export import MAX_RELATIVE_ERROR, traced
 from components.export.placement import activation_tensors, has_unsigned_activations, quantizable_layers, with_names
 from components.export.precision import raise_opset, to_fp16
 from components.export.qdq import Arithmetic, WeightStorage, insert_qdq
-from components.export.selection import Budget
+from components.export.selection import NUM_SELECTION_IMAGES, Budget
 
 _METHODS = tuple(name for name, method in CALIBRATION_METHODS.items() if not method.is_smoothing)
 _NUM_CHECKED = 8  # sentences on which ONNX Runtime and torch are compared
@@ -203,7 +203,7 @@ def _split(config: ExportConfig, data: Artifact[DatasetManifest]) -> tuple[Pairs
     """Sentences to calibrate with, and others to choose by, from all of training; places of the former there."""
     pairs = read_pairs(data, "train")
     num_calibration = min(config.num_calibration_images, max(1, len(pairs) // 2))
-    num_chosen = min(num_calibration + config.num_selection_images, len(pairs))
+    num_chosen = min(num_calibration + min(config.num_selection_images, NUM_SELECTION_IMAGES), len(pairs))
     places = random.Random(_SEED).sample(range(len(pairs)), num_chosen)  # a corpus lies file by file, often sorted
     chosen = [pairs[place] for place in places]
     return chosen[:num_calibration], chosen[num_calibration:], [f"{place}" for place in places[:num_calibration]]

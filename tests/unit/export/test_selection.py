@@ -206,6 +206,27 @@ def test_a_candidate_that_dropped_out_is_not_taken_because_few_images_can_not_re
     assert {trial.method: trial.num_images for trial in search.trials} == num_images
 
 
+@pytest.mark.parametrize(("images_per_s", "num_images"), [(10, 500), (100, 2000), (2000, 4000), (100_000, 10_000)])
+def test_a_fast_network_is_measured_on_more_images(monkeypatch, images_per_s, num_images):
+    now = 0.0
+
+    @contextmanager
+    def measure(models, *_):
+        def advance(names, more):
+            nonlocal now
+            now += len(names) * more / images_per_s
+            return found(names, more)
+
+        with passing({name: np.zeros((10_000, 1), np.int32) for name in models}, np.zeros(10_000, np.int32)) as found:
+            yield advance
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    chain = Chain(1, additive({"c0": 0.0})).selection
+    search = replace(chain, measure=measure, num_images=10_000, deadline=170.0)
+    search.choose_method()
+    assert (search.num_images, search.trials[0].num_images) == (num_images, num_images)
+
+
 def test_a_budget_that_nothing_holds_leaves_no_layer_in_int8(trained, digits, tmp_path):
     # FP32 itself is as good as FP32, so even a budget of zero is held in the end.
     hard = with_outliers(with_outliers(trained, 1e4), 1e4, conv=1)
