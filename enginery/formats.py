@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
@@ -21,6 +21,12 @@ _UNWRAPPED = 10_000  # columns
 def number(value: float | None, form: str) -> str:
     """A measured value; "n/a" where nothing was measured."""
     return "n/a" if value is None else format(value, form)
+
+
+def range_text(values: Sequence[float], form: str = ",.0f") -> str:
+    """One number, or from the first to the last; from 100 on without decimals, and so without an exponent."""
+    texts = [format(value, ",.0f" if form.endswith("g") and value >= 100 else form) for value in values]
+    return texts[0] if len(set(texts)) == 1 else f"{texts[0]} to {texts[-1]}"
 
 
 def verdict_text(verdict: str) -> str:

@@ -12,6 +12,7 @@ from components.common.data.pages import templates
 from components.validate.charts import GROUND, MARKERS, SERIES, STYLE, TEXT, as_svg, logarithmic, new_axes
 from enginery.advise.answers import FITTED_ON, ModelCounts, Question, counted, remarks
 from enginery.advise.roofline import Device, devices, kernel_bytes, kernel_seconds, load_coefficients
+from enginery.formats import range_text
 
 _OWN = Path(__file__).with_name("templates")
 _KINDS = ("convolution", "grouped", "matrix product", "depthwise", "wide depthwise")
@@ -87,7 +88,7 @@ def page(rows: Sequence[dict[str, Any]], workload: str, question: Question, pric
     if best is not None and model.work.flops.any():
         device = devices()[best["gpu"]]
         charts["roofline"] = roofline_chart(model, device, best["precision"], best["batch"])
-    found = templates(_OWN, filters={"range": _range}).get_template("advise.html.j2")
+    found = templates(_OWN, filters={"range": range_text}).get_template("advise.html.j2")
     return found.render(
         rows=rows,
         workload=workload,
@@ -100,9 +101,3 @@ def page(rows: Sequence[dict[str, Any]], workload: str, question: Question, pric
         sheets=devices(),
         charts={name: Markup(svg) for name, svg in charts.items()},  # noqa: S704  # drawn here, text escaped
     )
-
-
-def _range(values: Sequence[float], form: str = ",.0f") -> str:
-    """One number or from the first to the last, as text."""
-    texts = [format(value, form) for value in values]
-    return texts[0] if len(set(texts)) == 1 else f"{texts[0]} to {texts[-1]}"

@@ -209,10 +209,10 @@ _TRAINING = (
     ("GB", ("memory_gb",), ".3g"),
     ("images/s", ("images_per_s",), ",.0f"),
     ("range", ("low", "high"), ",.0f"),
-    ("hours on one", ("hours_on_one_range",), ",.3g"),
+    ("hours on one", ("hours_on_one_range",), ".3g"),
     ("devices", ("num_gpus",), ","),
-    ("kWh at most", ("kwh_at_most",), ",.3g"),
-    ("cost", ("cost_range",), ",.3g"),
+    ("kWh at most", ("kwh_at_most",), ".3g"),
+    ("cost", ("cost_range",), ".3g"),
     ("img/s/W", ("images_per_s_per_w",), ".3g"),
     ("limit", ("limit",), ""),
 )
@@ -272,8 +272,9 @@ def _table(rows: list[dict[str, Any]], columns: Sequence[tuple[str, tuple[str, .
 
 
 def _cell(values: list[Any], form: str) -> str:
+    from enginery.formats import range_text
+
     parts = [each for value in values for each in (value if isinstance(value, list) else [value])]
     if any(part is None for part in parts):
         return "-"
-    texts = [format(part, form) for part in parts]
-    return texts[0] if len(set(texts)) == 1 else " to ".join(texts)
+    return range_text(parts, form)

@@ -187,7 +187,7 @@ def test_max_q_keeps_to_the_budget(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workload", ["serve", "train"])
 def test_the_page_shows_every_gpu_and_both_charts(tmp_path: Path, workload: str) -> None:
     file = tmp_path / "page.html"
-    load = ("--images", "1000") if workload == "train" else ("--qps", "10")
+    load = ("--images", "100000000") if workload == "train" else ("--qps", "10")
     rows = _rows(*_ASKED, "--workload", workload, *load, "--html", str(file))
     text = file.read_text()
     assert text.count("<svg") == 2
@@ -202,6 +202,8 @@ def test_the_page_shows_every_gpu_and_both_charts(tmp_path: Path, workload: str)
             for speed in filter(None, row["images_per_s_by_precision"].values()):
                 assert f">{speed:,.0f}</td>" in text or not row["images_per_s"]
     assert "https://" in text.split("Data sheets")[1]
+    printed = CliRunner().invoke(advise, [*_ASKED, "--workload", workload, *load], catch_exceptions=False).stdout
+    assert not re.search(r"\de\+\d", text + printed)
 
 
 def test_a_page_without_an_answer_says_so(tmp_path: Path) -> None:
