@@ -216,7 +216,7 @@ class KfpServer:
             if "CERTIFICATE_VERIFY_FAILED" in text:
                 fix = "Name the certificates that sign it with --ca-file"
             message = f"can't reach Kubeflow Pipelines at {self.endpoint}: {text}. {fix}"
-            raise UserError(message, code="kfp-unreachable", setting="--endpoint") from None
+            raise EngineryError(message, code="kfp-unreachable", setting="--endpoint") from None
 
 
 def checked_endpoint(endpoint: str) -> str:
