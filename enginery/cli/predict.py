@@ -132,13 +132,13 @@ def _translate(model: str, texts: Sequence[str], beam_size: int, as_json: bool) 
         message = 'predict takes one or more sentences: enginery predict MODEL "SENTENCE"; - is the standard input'
         raise UserError(message, code="no-sentences")
     sentences: list[str | bytes] = []
-    for text in texts:
-        if Path(text).suffix and os.path.isfile(text):
-            message = f"{shown(text)} is a file; give its lines by the standard input: enginery predict MODEL - < FILE"
-            raise UserError(message, code="file-not-sentence")
-        sentences += _lines(sys.stdin.buffer.read()) if text == _STDIN else [text]
     with find_source(model, None) as source:
         check_task(f"the model {model}", source.bundle.manifest.task, "translation", "ask a server of it about images")
+        for text in texts:
+            if Path(text).suffix and os.path.isfile(text):
+                fix = "give its lines by the standard input: enginery predict MODEL - < FILE"
+                raise UserError(f"{shown(text)} is a file; {fix}", code="file-not-sentence")
+            sentences += _lines(sys.stdin.buffer.read()) if text == _STDIN else [text]
         from components.common.tasks.translation.runners import open_translator
         from components.common.tasks.translation.sentences import on_one_line, translate_each
 

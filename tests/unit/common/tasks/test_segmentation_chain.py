@@ -137,5 +137,7 @@ def test_steps_refuse_what_is_of_another_task(chain: Chain, tmp_path: Path, digi
     for model in (chain.checkpoint, chain.bundle, chain.bundle / "fp32.onnx"):  # before a run
         with refuses("other-task"):
             check_model(model, "", None, 64)
+    with refuses("other-task"):
+        enginery("predict", chain.bundle, sent_images(chain, tmp_path)[0])
     with refuses("other-task"):  # own ONNX files are classifiers
         step("export", tmp_path / "own", off, model=chain.bundle / "fp32.onnx", dataset=chain.dataset)
