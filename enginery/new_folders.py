@@ -14,20 +14,20 @@ from components.common.contracts.errors import EngineryError, UserError
 from components.common.process.disk import explain
 
 
-def check_new(output: Path, what: str) -> None:
+def check_new(output: Path, what: str, setting: str = "") -> None:
     """Say before any work that nothing can be written there.
 
     Args:
         output: the folder that is to be written.
         what: it is, such as "a release".
+        setting: the option that names it, if one does.
 
     Raises:
         UserError: it exists, or the folder that it is to be in does not, or can't be written.
     """
     if output.exists() or output.is_symlink():
-        raise UserError(
-            f"{output} exists already, and {what} is never overwritten; name a new folder", code="output-exists"
-        )
+        message = f"{output} exists already, and {what} is never overwritten; name a new folder"
+        raise UserError(message + f" with {setting}" * bool(setting), code="output-exists", setting=setting)
     if not output.absolute().parent.is_dir():
         raise UserError(f"there is no folder {output.absolute().parent}; make it first", code="no-parent-folder")
     if not os.access(output.absolute().parent, os.W_OK):

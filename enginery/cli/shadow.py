@@ -53,7 +53,7 @@ def shadow(
     from enginery.serving.shadow import ShadowConfig
     from enginery.serving.shadow_record import ShadowManifest, read_labels, read_record, with_labels, write_record
 
-    check_new(output, "a shadow record")
+    check_new(output, "a shadow record", "--output")
     signer = signing_key(key) if key is not None else None
     known = read_labels(labels) if labels is not None else {}
     if read_identity(folder).kind == ShadowManifest.model_fields["kind"].default:

@@ -253,11 +253,12 @@ def run_shadow(
                     models["champion"] = stack.enter_context(_local_model(repository))
                 say(f"the champion is {champion.name} {champion.version} ({champion.repository_digest})")
     if not answers or listener.champion is None:
-        raise UserError(
-            f"no request of a champion was sampled at {path}. Export and serve the champion with --shadow-share above "
-            f"0, by this account and on this machine; where its server has another {SHADOW_VARIABLE}, set that",
-            code="no-samples",
-        )
+        fix, setting = "Send it images, or wait longer with --minutes", "--minutes"
+        if listener.champion is None:
+            fix = "Export and serve the champion with --shadow-share above 0, by this account and on this machine; "
+            fix += f"where its server has another {SHADOW_VARIABLE}, set that"
+            setting = "--shadow-share"
+        raise UserError(f"no request of a champion was sampled at {path}. {fix}", code="no-samples", setting=setting)
     fields = {
         "champion": listener.champion,
         "challenger": ShadowedModel.of(challenger),

@@ -247,13 +247,17 @@ def test_ids_of_any_kind(champion, challenger, images, tmp_path: Path) -> None:
     assert found.manifest.num_dropped == 0
 
 
-def test_nothing_is_sampled_unless_it_was_exported_so(served, exported, challenger, images, tmp_path: Path) -> None:
+def test_nothing_is_sampled_unless_it_was_exported_so(
+    served, champion, exported, challenger, images, tmp_path: Path
+) -> None:
     for model in ("digits", "digits_preprocess", "digits_labels"):
         assert KEYS not in (exported.path / model / "config.pbtxt").read_text()
-    with asked_meanwhile(served.log.parent / "home", partial(served.infer, images[:1])), refuses("no-samples"):
-        enginery("shadow", challenger, *IN_PROCESS, "--output", tmp_path / "out", "--minutes", "0.02")
+    for home, setting in ((served, "--shadow-share"), (champion, "--minutes")):
+        asked = asked_meanwhile(home.log.parent / "home", partial(served.infer, images[:1]))
+        with asked, refuses("no-samples", setting):
+            enginery("shadow", challenger, *IN_PROCESS, "--output", tmp_path / "out", "--minutes", "0.05")
     assert not (tmp_path / "out").exists()
-    with refuses("output-exists"):
+    with refuses("output-exists", "--output"):
         enginery("shadow", challenger, "--output", tmp_path)
 
 
