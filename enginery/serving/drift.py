@@ -237,8 +237,8 @@ def counts_of(metrics: str, place: str, served: ServedBaseline) -> _Counts:
             code="other-baseline",
         )
     raise UserError(
-        f"{place} counts no images by a baseline: it is no model server, or serves a version that has none. Export "
-        "the model repository again from a validated version, and serve that",
+        f"{place} counts no images by a baseline. Name a model server's metrics, such as "
+        "http://localhost:8002/metrics; if it serves a version without a baseline, serve a validated one",
         code="no-drift-metrics",
         setting="--metrics",
     )

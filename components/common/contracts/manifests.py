@@ -375,8 +375,7 @@ def prepare_directory(path: Path) -> Path:
     make_directory(path)
     (path / FAILURE).unlink(missing_ok=True)  # what an earlier try left
     if (occupied := next(path.iterdir(), None)) is not None:
-        left = "" if (path / MANIFEST).exists() else " and no artifact: perhaps the rest of a run that was killed"
-        message = f"the output directory {path} is not empty (it holds {occupied.name}{left}); name another or empty it"
+        message = f"the output directory {path} is not empty (it holds {occupied.name}); name another or empty it"
         raise UserError(message, code="output-not-empty", setting="--output")
     return path
 

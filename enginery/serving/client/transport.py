@@ -154,7 +154,7 @@ def status_failure(status: str, message: str, address: ServerAddress) -> Serving
     message = _short(message)
     if "restricted, expecting header" in message:  # 403, or of all things gRPC's UNAVAILABLE
         return RequestRefused(
-            f"{address} does that only for who has its key ({message}); name the model with --model, or set "
+            f"{address} does that only for clients with its key ({message}); name the model with --model, or set "
             "ENGINERY_LOADING_KEY to the server's key where models are to be loaded"
         )
     if status in _REFUSED_STATUS:
