@@ -354,7 +354,7 @@ def class_sentences(report: Report) -> list[str]:
     meaning = (
         f"p is {_test(report)}, corrected for the number of classes (Holm); below {SIGNIFICANCE:g} it is significant."
     )
-    return [*sentences, meaning] if sentences else []
+    return [*sentences, meaning] if any(row.worse_classes or row.largest_loss for row in compared) else sentences
 
 
 def _test(report: Report) -> str:

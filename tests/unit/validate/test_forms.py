@@ -429,6 +429,11 @@ def worse_classes(report: Report) -> Report:
     )
 
 
+def no_class_loses(report: Report) -> Report:
+    rows = (row.model_copy(update={"worse_classes": (), "largest_loss": None}) for row in report.accuracy.rows)
+    return updated(report, "accuracy", rows=tuple(rows))
+
+
 def variants(reports: dict[str, Report]) -> dict[str, tuple[str, Report]]:
     """Reports that differ in one thing from another one, which is named first."""
     report, own = reports["ten classes"], reports["own model"]
@@ -446,6 +451,7 @@ def variants(reports: dict[str, Report]) -> dict[str, tuple[str, Report]]:
         "passed": updated(report, "verdict", passed=True),
         "passed, not proved": updated(report, "verdict", passed=True, thresholds=Thresholds(confident=False)),
         "two classes are worse": worse_classes(report),
+        "no class loses": no_class_loses(report),
         "one class loses, by chance": class_changes(report, "ad", ""),
         "two of four classes lose more than chance": class_changes(report, "abcd", "bc"),
         "outside the budget": updated(report, "calibration", method="max", excluded=()),
