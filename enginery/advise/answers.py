@@ -97,7 +97,8 @@ def read_prices(file: Path) -> dict[str, float]:
         if not prices:
             raise ValueError("no row")
     except (OSError, ValueError, csv.Error) as error:
-        message = f"{file}: {error}; write a line `device,usd_per_hour` and one such as `H100,2.5` per GPU"
+        reason = getattr(error, "strerror", None) or error
+        message = f"{file}: {reason}; write a line `device,usd_per_hour` and one such as `H100,2.5` per GPU"
         raise UserError(message, code="invalid-prices", setting="--prices") from None
     return prices
 
