@@ -99,7 +99,7 @@ def serving(state: Any, with_query: bool = False, port: int = 0) -> Iterator[Any
                 data = told if isinstance(told, bytes) else json.dumps(told).encode()
                 self.reply(status, data, {**headers, **JSON})
 
-        do_GET = do_POST = do_DELETE = do_PATCH = do_HEAD = handle_any
+        do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = handle_any
 
     with listening(Handler, port=port) as server:
         state.endpoint = f"http://127.0.0.1:{server.server_port}"

@@ -38,6 +38,7 @@ def approve(model: str, environment: str, key: Path, days: int) -> None:
         with registered_chain(registry, version, environment="") as chain:
             digests = {part: chain.digests[part] for part in ("bundle", "report", "verdict")}
         statement = sign_approval(digests, version.name, version.number, environment, days, signer)
-        check_approval(version.label, statement, environment, digests)  # before it replaces one that counts
+        subject = {"model": version.name, "version": version.number}
+        check_approval(version.label, statement, environment, digests, **subject)  # before it replaces one that counts
         registry.add_statement(version, approval_file(environment), statement)
     click.echo(f"{version.label} is approved for {environment}, {days} days (bundle {digests['bundle']})")

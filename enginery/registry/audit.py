@@ -106,7 +106,9 @@ def _approvals(
         environment = file.removeprefix("approval-").removesuffix(".dsse.json")
         if file == approval_file(environment) and re.fullmatch(r"[\w-]+", environment):  # as `enginery approve` asks
             try:
-                check_approval(version.label, statement, environment, digests)
+                check_approval(
+                    version.label, statement, environment, digests, model=version.name, version=version.number
+                )
                 note = f"for {environment}" + ("" if find_policy() else "; without a trust policy nobody checks it")
             except EngineryError as error:
                 note = str(error)

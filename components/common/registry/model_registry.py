@@ -22,6 +22,7 @@ import mlflow
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository
 from mlflow.store.artifact.runs_artifact_repo import RunsArtifactRepository
 from mlflow.utils.credentials import get_default_host_creds
@@ -344,10 +345,9 @@ class Registry:
         """Put a signed statement beside a version's files, in the place of an earlier one of that name."""
         with TemporaryDirectory(prefix="enginery-") as folder:
             Path(folder, file).write_bytes(statement)
-            if version.source.startswith("models:/"):
-                self.client.log_model_artifacts(version.source.removeprefix("models:/"), folder)
-            else:
-                self.client.log_artifacts(version.run_id, folder, DIRECTORY)
+            uri = str(self.client.tracking_uri)
+            with request_limits(DOWNLOAD_LIMITS):  # a redirect would take the token along, as in `_downloading`
+                get_artifact_repository(self._root(version), uri, uri).log_artifacts(folder)
 
 
 def _underlying(uri: str, tracking_uri: str) -> str:

@@ -200,17 +200,45 @@ def check_chain(
     if predicate.get("passed") is not True:
         raise _refusal(what, "the signed verdict on it is no pass", "verdict-not-passed")
     environment = policy.environment if environment is None else environment
-    if not environment:
-        return
-    file = approval_file(environment)
-    predicate = _checked(policy, what, statements, file, "approval", environment, digests)
+    if environment:
+        approval = _checked_approval(
+            policy, what, statements, environment, digests, {"model": model, "version": version}
+        )
+        _check_newest(policy, what, f"{environment}/{approval.get('model')}", str(approval.get("approved")))
+
+
+def check_approval(
+    what: str, statement: bytes, environment: str, digests: Mapping[str, str], *, model: str, version: str
+) -> None:
+    """Refuse an approval that this machine's policy does not take; without a policy none is refused.
+
+    Older ones than the newest that was seen are not: nothing is loaded here.
+
+    Raises:
+        EngineryError: see `check_chain`.
+    """
+    policy, statements = find_policy(), {approval_file(environment): statement}
+    if policy is not None:
+        _checked_approval(policy, what, statements, environment, digests, {"model": model, "version": version})
+
+
+def _checked_approval(
+    policy: TrustPolicy,
+    what: str,
+    statements: Mapping[str, bytes],
+    environment: str,
+    digests: Mapping[str, str],
+    subject: Mapping[str, str],
+) -> dict[str, Any]:
+    """The predicate of an approval that counts now. `subject`: model and version, empty where they are not known."""
+    predicate = _checked(policy, what, statements, approval_file(environment), "approval", environment, digests)
     if predicate.get("environment") != environment:
         raise _refusal(
             what,
             f"its approval is for {predicate.get('environment')}, and this is {environment}. " + _APPROVE,
             "approval-other-environment",
         )
-    for name, due in (("model", model), ("version", version)):
+    for name, due in subject.items():
         if due and predicate.get(name) != due:
             text = f"its approval is of the {name} {predicate.get(name)}. {_APPROVE}"
             raise _refusal(what, text, f"approval-other-{name}")
@@ -226,18 +254,7 @@ def check_chain(
             "and if that was the approver's, approve it again",
             "approval-in-future",
         )
-    _check_newest(policy, what, f"{environment}/{predicate.get('model')}", str(predicate.get("approved")))
-
-
-def check_approval(what: str, statement: bytes, environment: str, digests: Mapping[str, str]) -> None:
-    """Refuse an approval that this machine's policy does not take; without a policy none is refused.
-
-    Raises:
-        EngineryError: see `check_chain`.
-    """
-    policy, file = find_policy(), approval_file(environment)
-    if policy is not None:
-        _checked(policy, what, {file: statement}, file, "approval", environment, digests)
+    return predicate
 
 
 def check_shadow(what: str, digests: Mapping[str, str], statements: Mapping[str, bytes]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sqlite3
 import time
 from contextlib import closing, nullcontext
@@ -212,13 +213,15 @@ def test_audit_shows_the_chain_and_what_does_not_fit(three: str, registry: Regis
 def test_audit_shows_approvals_and_which_the_policy_refuses(trusted: Machine, registry: Registry) -> None:
     trusted.approve("m/1", "prod")
     trusted.approve("m/1", "staging")
-    trusted.policy(board={"approves": ["prod"]})
+    trusted.policy(board={"approves": ["prod", "dev"]})
     with registry.files(registry.version("m", "1"), "bundle", MANIFEST) as file:
+        shutil.copy(file.parents[1] / "approval-prod.dsse.json", file.parents[1] / "approval-dev.dsse.json")
         (file.parents[1] / os.fsdecode(b"approval-\xff.dsse.json")).write_bytes(b"{}")  # as any writer may
     done = enginery("audit", "m", "--json")
     notes = [link["note"] for link in json.loads(done.stdout)["chain"] if link["name"] == "approval"]
-    assert (done.exit_code, len(notes)) == (0, 2)
+    assert (done.exit_code, len(notes)) == (0, 3)
     assert "for prod" in notes
+    assert any("its approval is for prod, and this is dev" in note for note in notes)
     assert any("m version 1 is refused" in note and "approve for staging" in note for note in notes)
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,10 +187,21 @@ def test_another_server_that_a_version_names_is_not_asked(tracking: TrackingServ
             registry.statements(VERSION)
         with refuses("other-server", "MLFLOW_TRACKING_URI"), registry.files(VERSION, "bundle", "manifest.json"):
             pass
+        with refuses("other-server", "MLFLOW_TRACKING_URI"):
+            registry.add_statement(VERSION, "approval-prod.dsse.json", b"{}")
         assert thief.requests == []
     tracking.root = f"{tracking.endpoint}/api/2.0/mlflow-artifacts/artifacts/m"
     assert list(registry.statements(VERSION)) == ["verdict.dsse.json"]
     assert tracking.tokens == {"Bearer of-the-tracking-server"}
+
+
+def test_statements_are_written_to_a_version_and_not_to_its_run(tracking: TrackingServer) -> None:
+    with serving(TrackingServer()) as thief:
+        tracking.run = {"info": {"run_id": "r", "artifact_uri": thief.endpoint}}
+        registry_of(tracking).add_statement(replace(VERSION, run_id="r"), "approval-prod.dsse.json", b"{}")
+        assert thief.requests == []
+    method, path, body = tracking.requests[-1]
+    assert (method, path.rpartition("/artifacts/")[2], body) == ("PUT", "m/approval-prod.dsse.json", {})
 
 
 @pytest.mark.parametrize("file", ["", "manifest.json"])
