@@ -1,5 +1,6 @@
 """Numbers, sizes and times as people read them, and where they read."""
 
+import json
 import os
 import re
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
+from pydantic import BaseModel
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
@@ -96,3 +98,8 @@ def new_table(*columns: str) -> Table:
 def echo(text: str, **options: Any) -> None:
     """click.echo for text with something foreign in it."""
     click.echo(shown(text), **options)
+
+
+def echo_json(record: BaseModel) -> None:
+    """A record as JSON in ASCII: what is foreign in it reaches the terminal escaped."""
+    click.echo(json.dumps(json.loads(record.model_dump_json()), indent=1))

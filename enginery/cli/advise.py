@@ -246,7 +246,7 @@ def _print(rows: list[dict[str, Any]], workload: str, question: "Question", coun
         if len(kept) < len(columns):
             columns, spared = kept, [*spared, heading]
             table = _table(rows, columns)
-    console.print(f"{workload}: {counted}")
+    console.print(f"{workload}: {counted}", markup=False)
     console.print(table)
     if spared:
         console.print(f"Left out for want of width, but in --json and --html: {', '.join(spared)}.")

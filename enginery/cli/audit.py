@@ -11,7 +11,7 @@ from rich.table import Table
 
 from components.common.contracts.digests import short
 from components.common.contracts.errors import without_secrets
-from enginery.formats import new_console
+from enginery.formats import echo_json, new_console
 from enginery.registry.models import open_registry
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def audit(name: str, files: bool, as_json: bool) -> None:
     with registry.reached("nothing is shown"):
         found = trace(registry, name, files=files)
     if as_json:
-        click.echo(found.model_dump_json(indent=1))
+        echo_json(found)
     else:
         _show(new_console(), found)
     sys.exit(1 if found.problems else 0)

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from components.common.contracts.errors import UserError
-from enginery.formats import new_console, new_table, number, size_text, verdict_text
+from enginery.formats import echo_json, new_console, new_table, number, size_text, verdict_text
 from enginery.local.runs import find_summary
 from enginery.local.state import StateDirectory
 from enginery.registry.compare import MIXED, NOTHING, RunComparison, joined_units
@@ -39,16 +39,16 @@ def compare(names: tuple[str, ...], as_json: bool) -> None:
         raise UserError(message, code="same-run-twice")
     result = compare_runs(summaries)
     if as_json:
-        click.echo(result.model_dump_json(indent=1))
+        echo_json(result)
         return
     console = new_console()
     for run in result.runs:
         if run.registered == run.run_id:
-            console.print(f"[bold]{run.label}[/]  {run.registered}")
+            console.print(f"[bold]{run.label}[/]  {escape(run.registered)}")
             continue
         status = run.status if run.status == "done" else f"[red]{run.status}[/]"
         registered = f", registered as {run.registered}" if run.registered else ""
-        console.print(f"[bold]{run.label}[/]  {run.run_id}  {status}{registered}")
+        console.print(f"[bold]{run.label}[/]  {escape(run.run_id)}  {status}{escape(registered)}")
     _print_measures(console, result)
     differences = (
         ("arguments", result.arguments),
@@ -69,7 +69,7 @@ def _print_measures(console: Console, result: RunComparison) -> None:
     if not result.precisions:
         return
     table = new_table(
-        "precision", "", ">score %", ">delta", ">p50 ms", f">{joined_units(result.runs)}/s", ">size", "verdict"
+        "precision", "", ">score %", ">delta", ">p50 ms", f">{escape(joined_units(result.runs))}/s", ">size", "verdict"
     )
     for precision in result.precisions:
         for position, run in enumerate(result.runs):
@@ -95,5 +95,5 @@ def _print_differences(console: Console, title: str, entries: dict[str, dict[str
         return
     table = new_table(f"differing {title}", *labels)
     for name, values in entries.items():
-        table.add_row(name, *(escape(values[label]) or NOTHING for label in labels))
+        table.add_row(escape(name), *(escape(values[label]) or NOTHING for label in labels))
     console.print(table)

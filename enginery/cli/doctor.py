@@ -15,7 +15,7 @@ from components.common.contracts.manifests import BundleManifest, load
 from enginery.cli.options import PATH, login_options, settings_options
 from enginery.doctor.checks import Check, Diagnosis
 from enginery.doctor.machine import diagnose
-from enginery.formats import new_console
+from enginery.formats import echo_json, new_console
 
 _MARKS = {
     "ok": "[green]ok[/]",
@@ -48,7 +48,7 @@ def doctor(as_json: bool, bundle: Path | None, cluster: bool, **of_cluster: Any)
     check = _of_cluster(**of_cluster) if cluster else partial(diagnose, opened)
     if as_json:
         diagnosis = check()
-        click.echo(diagnosis.model_dump_json(indent=1))
+        echo_json(diagnosis)
     else:
         with new_console(stderr=True).status("checking; about 10 seconds"):
             diagnosis = check()

@@ -9,7 +9,7 @@ from rich.markup import escape
 from components.common.contracts.errors import GateFailed, UserError
 from components.common.contracts.records import PRECISIONS, Precision
 from enginery.cli.options import PATH, timeout, write_output
-from enginery.formats import echo, new_console, new_table
+from enginery.formats import echo, echo_json, new_console, new_table
 
 if TYPE_CHECKING:
     from enginery.serving.drift import Drift
@@ -77,7 +77,7 @@ def drift(
     if html is not None:
         write_output(html, page(result, examples).encode(), "--html")
     if as_json:
-        click.echo(result.model_dump_json(indent=1))
+        echo_json(result)
     else:
         _print(result)
         if html is not None:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from components.common.contracts.errors import UserError
 from components.common.contracts.settings import resolve
 from enginery.cli.options import PATH, finite
-from enginery.formats import echo, new_console, new_table
+from enginery.formats import echo, echo_json, new_console, new_table
 from enginery.new_folders import check_new, translate_errors
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def shadow(
     with translate_errors(output):
         manifest = write_record(output, answers, signer, config, fields).manifest
     if as_json:
-        click.echo(manifest.model_dump_json(indent=1))
+        echo_json(manifest)
     else:
         _print(manifest)
         deploy = shlex.join(["enginery", "deploy", "--require-shadow", str(output)])

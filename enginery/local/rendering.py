@@ -217,7 +217,7 @@ def _print_legend(console: Console, summary: RunSummary) -> None:
         elif ratio is not None:
             lines.append(f"{name} over FP32: {ratio.low:.2f}x to {ratio.high:.2f}x in the turns measured")
     for line in lines:
-        console.print(line, style="dim")
+        console.print(line, style="dim", markup=False)
 
 
 def _print_recommendation(console: Console, summary: RunSummary) -> None:

@@ -332,10 +332,12 @@ def test_networks_of_text_are_refused() -> None:
 
 
 def test_an_onnx_file_is_served_and_not_trained(tmp_path: Path) -> None:
+    (tmp_path / "[").mkdir()
     node, weights = helper.make_node("Conv", ["images", "weight"], ["logits"]), np.zeros((64, 3, 3, 3), np.float32)
     shapes = {"images": ["batch", 3, 96, 96]}, {"logits": ["batch", 64, 94, 94]}
-    file = tmp_path / "model.onnx"
+    file = tmp_path / "[" / "model].onnx"  # which is no markup
     onnx.save(onnx_model([node], *shapes, {"weight": weights}), file)
+    assert "model].onnx at 96x96 px" in CliRunner().invoke(advise, [str(file)], catch_exceptions=False).stdout
     # Images of 96 px: no more of them than the link carries.
     assert 0 < _rows(str(file), "--p99", "1s")["P4"]["images_per_s"] <= 15.75e9 * 0.874 / (12 * 96**2) * 1.001
     for arguments, code in ((("--workload", "train"), "not-trainable"), (("--image-size", "64"), "fixed-by-file")):

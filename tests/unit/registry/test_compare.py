@@ -130,6 +130,14 @@ def test_command_compare(home: Path) -> None:
             enginery("compare", *arguments)
 
 
+def test_foreign_words_are_shown_as_they_are(home: Path) -> None:
+    path = write(home, FIRST, registered="[/b]", unit="[/c]", arguments={"[/d]": "\x9b2J"}) / "summary.json"
+    path.write_text(path.read_text().replace(FIRST, "[/a]"))
+    shown = enginery("compare", path, SECOND).stdout
+    assert [word in shown for word in ("[/a]", "[/b]", "[/c] or images/s", "[/d]", r"\x9b2J")] == [True] * 5
+    assert enginery("compare", path, SECOND, "--json").stdout.isascii()
+
+
 def test_a_speed_that_is_unsure_was_measured_all_the_same(home: Path) -> None:
     busy = {"p50_ms": None, "images_per_s": None, "latency_doubt": "others took 87 % of the cores' time"}
     fp16 = precision_row("fp16", 90.0).model_copy(update={"score_pct": None, "p50_ms": None, "images_per_s": None})

@@ -345,7 +345,7 @@ def test_what_is_not_measured(
         (90.0, (2.13, ""), ("2.13x", "2.06x to 2.23x", "1.23"), ("n/a",)),
         (90.0, (2.13, "it was busy"), ("unsure: it was busy",), ("2.13", "n/a")),
         (90.0, None, ("no speed was measured",), ()),
-        (None, None, ("INT8 was not measured: needs TensorRT",), ("n/a",)),
+        (None, None, ("INT8 was not measured: needs [/TensorRT]",), ("n/a",)),
     ],
 )
 def test_the_table_of_a_run_gives_no_number_where_there_is_none_to_rely_on(
@@ -357,7 +357,7 @@ def test_the_table_of_a_run_gives_no_number_where_there_is_none_to_rely_on(
     common |= {"p50_ms": None if doubt else 1.23, "latency_doubt": doubt}
     common |= {"images_per_s": 1000.0, "throughput_batch_size": 16 if ratio else None, "size_bytes": 1, "verdict": ""}
     fp32 = SimpleNamespace(precision="fp32", score_pct=90.0, speedup=None, note="", **common)
-    int8 = SimpleNamespace(precision="int8", score_pct=score_pct, speedup=found, note="needs TensorRT", **common)
+    int8 = SimpleNamespace(precision="int8", score_pct=score_pct, speedup=found, note="needs [/TensorRT]", **common)
     console = Console(file=io.StringIO(), width=120)
     print_summary(console, SimpleNamespace(score_name="top-1", unit="images", rows=[fp32, int8], recommendation=None))
     text = console.file.getvalue()
