@@ -229,7 +229,8 @@ def _download(source: str, folder: Path, digest: str) -> None:
 
 
 def _download_listed(source: str, folder: Path, digest: str) -> None:
-    from components.common.registry.model_registry import check_credentials, download, list_files
+    from components.common.registry.model_registry import download, list_files
+    from components.common.registry.tracking import check_credentials
 
     check_credentials(source)
     there = list_files(source)

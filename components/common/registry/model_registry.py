@@ -23,19 +23,19 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository
-from mlflow.store.artifact.runs_artifact_repo import RunsArtifactRepository
-from mlflow.utils.credentials import get_default_host_creds
 
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.process.disk import explain
 from components.common.registry.store import database_is_gone, sqlite_file, without_credentials
 from components.common.registry.tracking import (
     DOWNLOAD_LIMITS,
+    OF_SERVERS,
     REQUEST_LIMITS,
     check_store,
     is_unreachable,
+    leads_elsewhere,
     request_limits,
+    underlying,
 )
 from components.common.registry.trust import read_statements, statement_names
 
@@ -52,8 +52,7 @@ _OF_DISK = re.compile("readonly database|disk is full|disk I/O error")  # SQLite
 _MAX_RESULTS = 200
 _MAX_ENTRIES = 10_000  # of a version's bundle, report or verdict
 _SPARED_BYTES = 1 << 30  # of the disk that they are brought to
-_OF_SERVERS = ("http", "https", "mlflow-artifacts")  # which MLflow's client sends the tracking server's token to
-_OF_ANY_HOST = (*_OF_SERVERS, "ftp", "sftp", "hdfs", "viewfs", "r2", "b2", "runs", "models")
+_OF_ANY_HOST = (*OF_SERVERS, "ftp", "sftp", "hdfs", "viewfs", "r2", "b2", "runs", "models")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,8 +328,8 @@ class Registry:
         """The URI of a version's files, which whoever registers a version chooses."""
         uri = str(self.client.tracking_uri)
         named = patiently(lambda: self.client.get_model_version_download_uri(version.name, version.number))
-        root = _underlying(named, uri)
-        if _leads_elsewhere(root, uri, _OF_ANY_HOST):
+        root = underlying(named, uri)
+        if leads_elsewhere(root, uri, _OF_ANY_HOST):
             raise EngineryError(
                 f"the files of {version.label} lie at {without_credentials(root)}, which is not of MLflow at "
                 f"{self.uri}, so nothing is asked of it. Have that server serve its store (mlflow server "
@@ -348,46 +347,6 @@ class Registry:
             uri = str(self.client.tracking_uri)
             with request_limits(DOWNLOAD_LIMITS):  # a redirect would take the token along, as in `_downloading`
                 get_artifact_repository(self._root(version), uri, uri).log_artifacts(folder)
-
-
-def _underlying(uri: str, tracking_uri: str) -> str:
-    """Return the address of the files of a model or run of MLflow."""
-    if ModelsArtifactRepository.is_models_uri(uri):
-        uri = str(ModelsArtifactRepository.get_underlying_uri(uri))
-    if RunsArtifactRepository.is_runs_uri(uri):
-        uri = RunsArtifactRepository.get_underlying_uri(uri, tracking_uri)
-    return uri
-
-
-def _leads_elsewhere(uri: str, tracking_uri: str, schemes: Collection[str]) -> bool:
-    """True for a URI of one of the schemes that is not of the tracking server.
-
-    Hosts are compared to the letter: what parsers of addresses make of "@" and a backslash differs.
-    """
-    place, server = urlparse(uri), urlparse(tracking_uri)
-    hosts = (server.netloc, server.netloc.rpartition("@")[2])
-    if place.scheme == "mlflow-artifacts":
-        return place.netloc not in ("", *hosts)
-    return place.scheme in schemes and (place.scheme != server.scheme or place.netloc not in hosts)
-
-
-def check_credentials(uri: str) -> None:
-    """Refuse to read from a server that would get the tracking server's credentials.
-
-    Raises:
-        EngineryError: it is another server, and there are credentials.
-    """
-    tracking_uri = mlflow.get_tracking_uri()
-    known = get_default_host_creds(uri)
-    secrets = (known.token, known.username, known.password, known.auth, known.aws_sigv4, known.client_cert_path)
-    if any(secrets) and _leads_elsewhere(_underlying(uri, tracking_uri), tracking_uri, _OF_SERVERS):
-        raise EngineryError(
-            f"{without_credentials(uri)} is not of MLflow at {without_credentials(tracking_uri)}, whose credentials "
-            "would be sent there. Set MLFLOW_TRACKING_URI to the server that is asked, or unset MLFLOW_TRACKING_TOKEN, "
-            "MLFLOW_TRACKING_USERNAME and the like",
-            code="other-server",
-            setting="MLFLOW_TRACKING_URI",
-        )
 
 
 @contextmanager

@@ -12,10 +12,11 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlparse
 
 import mlflow
 import requests  # type: ignore[import-untyped]
@@ -23,6 +24,9 @@ from google.protobuf.json_format import ParseError  # type: ignore[import-untype
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, LoggedModelStatus, Metric, Param, Run
 from mlflow.exceptions import MlflowException, RestException
+from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository
+from mlflow.store.artifact.runs_artifact_repo import RunsArtifactRepository
+from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.time import get_current_time_millis
 
 from components.common.contracts.environment import EXPERIMENT_VARIABLE, KFP_RUN_VARIABLE
@@ -54,6 +58,7 @@ REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_T
 DOWNLOAD_LIMITS = {**REQUEST_LIMITS, "MLFLOW_ALLOW_HTTP_REDIRECTS": "false"}
 _FIRST_REQUESTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "15"}
 _LAST_REQUESTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
+OF_SERVERS = ("http", "https", "mlflow-artifacts")  # which MLflow's client sends the tracking server's token to
 _REFUSALS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "REQUEST_LIMIT_EXCEEDED")
 
 
@@ -79,6 +84,46 @@ def request_limits(limits: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name in own:
             os.environ.pop(name, None)  # another thread may have been first
+
+
+def underlying(uri: str, tracking_uri: str) -> str:
+    """Return the address of the files of a model or run of MLflow."""
+    if ModelsArtifactRepository.is_models_uri(uri):
+        uri = str(ModelsArtifactRepository.get_underlying_uri(uri))
+    if RunsArtifactRepository.is_runs_uri(uri):
+        uri = RunsArtifactRepository.get_underlying_uri(uri, tracking_uri)
+    return uri
+
+
+def leads_elsewhere(uri: str, tracking_uri: str, schemes: Collection[str]) -> bool:
+    """True for a URI of one of the schemes that is not of the tracking server.
+
+    Hosts are compared to the letter: what parsers of addresses make of "@" and a backslash differs.
+    """
+    place, server = urlparse(uri), urlparse(tracking_uri)
+    hosts = (server.netloc, server.netloc.rpartition("@")[2])
+    if place.scheme == "mlflow-artifacts":
+        return place.netloc not in ("", *hosts)
+    return place.scheme in schemes and (place.scheme != server.scheme or place.netloc not in hosts)
+
+
+def check_credentials(uri: str) -> None:
+    """Refuse to ask a server that would get the tracking server's credentials.
+
+    Raises:
+        EngineryError: it is another server, and there are credentials.
+    """
+    tracking_uri = mlflow.get_tracking_uri()
+    known = get_default_host_creds(uri)
+    secrets = (known.token, known.username, known.password, known.auth, known.aws_sigv4, known.client_cert_path)
+    if any(secrets) and leads_elsewhere(underlying(uri, tracking_uri), tracking_uri, OF_SERVERS):
+        raise EngineryError(
+            f"{without_credentials(uri)} is not of MLflow at {without_credentials(tracking_uri)}, whose credentials "
+            "would be sent there. Set MLFLOW_TRACKING_URI to the server that is asked, or unset MLFLOW_TRACKING_TOKEN, "
+            "MLFLOW_TRACKING_USERNAME and the like",
+            code="other-server",
+            setting="MLFLOW_TRACKING_URI",
+        )
 
 
 def short_digest(digest: str) -> str:
@@ -261,6 +306,7 @@ def _new_step_run(
     if kfp_run := os.environ.get(KFP_RUN_VARIABLE):
         tags[RUN_TAG] = kfp_run
     run = client.create_run(experiment_id, run_name=step, tags=tags)
+    check_credentials(run.info.artifact_uri)  # which whoever made the experiment chose
     return StepRun(client, run.info.run_id, experiment_id, pipeline=pipeline)
 
 
@@ -308,11 +354,14 @@ def _adopted(client: MlflowClient, run_id: str, step: str) -> Iterator[StepRun]:
     a parameter. So ours are then named after the step, too.
     """
     run = client.get_run(run_id)
+    check_credentials(run.info.artifact_uri)
     is_foreign = _STEP_TAG not in run.data.tags or _ADOPTED_TAG in run.data.tags
     if is_foreign:
         StepRun(client, run_id, run.info.experiment_id).set_tags({_STEP_TAG: step, _ADOPTED_TAG: "true"})
     experiment_id, parent = run.info.experiment_id, run.data.tags.get("mlflow.parentRunId")
     pipeline = StepRun(client, parent, experiment_id) if is_foreign and parent else None
+    if pipeline is not None:
+        check_credentials(client.get_run(pipeline.run_id).info.artifact_uri)
     try:
         yield StepRun(client, run_id, experiment_id, f"{step}." if is_foreign else "", pipeline)
     except Exception as error:
@@ -416,9 +465,12 @@ class PipelineRun:
                 tags = {"mlflow.source.name": source, "mlflow.source.type": "LOCAL", "mlflow.user": user_name()}
                 run = self.client.create_run(self.experiment_id, run_name=name, tags={**tags, RUN_TAG: name})
                 self.run_id = run.info.run_id
+                check_credentials(run.info.artifact_uri)
                 self.step_run = StepRun(self.client, self.run_id, self.experiment_id)
                 self.step_run.log_params(params)
                 self._step_runs: dict[str, StepRun] = {}  # of running steps, by name
+        except EngineryError:
+            raise
         except Exception as error:  # of MLflow, its HTTP client, its database's driver, or the disk
             raise _unusable(tracking_uri, error, place) from error
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import pytest
 from google.protobuf.json_format import ParseError
 from mlflow import MlflowClient
@@ -131,7 +132,9 @@ class TrackingServer(Served):
     def answer(self, method: str, path: str, body: Any) -> tuple[Any, ...]:
         if path.endswith("/get-download-uri"):
             return 200, {"artifact_uri": self.root}
-        if path.endswith("/runs/get"):
+        if path.endswith("/experiments/get-by-name"):
+            return 200, {"experiment": {"experiment_id": "1", "lifecycle_stage": "active"}}
+        if path.endswith(("/runs/get", "/runs/create")):
             return 200, {"run": self.run}
         if path.endswith("/artifacts"):
             return self.listing
@@ -193,6 +196,22 @@ def test_another_server_that_a_version_names_is_not_asked(tracking: TrackingServ
     tracking.root = f"{tracking.endpoint}/api/2.0/mlflow-artifacts/artifacts/m"
     assert list(registry.statements(VERSION)) == ["verdict.dsse.json"]
     assert tracking.tokens == {"Bearer of-the-tracking-server"}
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+def test_steps_upload_nothing_to_another_server_that_their_experiment_names(
+    tracking: TrackingServer, monkeypatch: pytest.MonkeyPatch, adopted: bool
+) -> None:
+    """Whoever makes the experiment first chooses where its runs upload to."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking.endpoint)
+    monkeypatch.setattr(mlflow, "get_tracking_uri", lambda: tracking.endpoint)
+    if adopted:
+        monkeypatch.setenv("MLFLOW_RUN_ID", "r")
+    with serving(TrackingServer()) as thief:
+        tracking.run = {"info": {"run_id": "r", "artifact_uri": f"{thief.endpoint}/r"}}
+        with refuses("other-server", "MLFLOW_TRACKING_URI"), step_run("validate") as run:
+            run.log_artifact(Path(__file__))
+        assert thief.requests == []
 
 
 def test_statements_are_written_to_a_version_and_not_to_its_run(tracking: TrackingServer) -> None:
