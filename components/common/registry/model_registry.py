@@ -171,7 +171,8 @@ class Registry:
             UserError: there is no such model.
         """
         self._check_odd_name(name)
-        found = [*_pages(partial(self.client.search_model_versions, _named(name), max_results=_MAX_RESULTS))]
+        pages = _pages(partial(self.client.search_model_versions, _named(name), max_results=_MAX_RESULTS))
+        found = [entry for entry in pages if entry.name == name]
         if not found:
             self._check_name(name)
         by_number = self._by_number(name)  # MLflow's search leaves the aliases out
@@ -262,8 +263,8 @@ class Registry:
         source = f"models:/{model_id}" if model_id else f"{self.client.get_run(run_id).info.artifact_uri}/{DIRECTORY}"
 
         def create() -> str:
-            for known in self.client.search_model_versions(f"{_named(name)} and run_id = '{run_id}'"):
-                if tags.items() <= dict(known.tags).items():
+            for known in self.client.search_model_versions(f"run_id = '{run_id}'"):
+                if known.name == name and tags.items() <= dict(known.tags).items():
                     return str(known.version)
             made = self.client.create_model_version(name, source, run_id=run_id, tags=dict(tags), model_id=model_id)
             return str(made.version)
@@ -442,9 +443,9 @@ def _pages(search: Callable[..., Iterable[Any]]) -> Iterator[Any]:
 
 
 def _named(name: str) -> str:
-    """MLflow's filter of one model's versions."""
-    quote = '"' if "'" in name else "'"
-    return f"name = {quote}{name}{quote}"
+    """MLflow's filter of one model's versions; of all versions for a name that it has no way to quote."""
+    quote = next((quote for quote in "'\"" if quote not in name), "")
+    return quote and f"name = {quote}{name}{quote}"
 
 
 def _version(found: ModelVersion, aliases: tuple[str, ...]) -> RegisteredVersion:

@@ -46,8 +46,12 @@ def test_models_lists_versions(three: str) -> None:
 def test_tags_of_somebody_else_are_shown_as_they_are(three: str, registry: Registry) -> None:
     for key, value in (("precision", "[/x]"), ("verdict", "[/y]"), ("score_pct", "nan")):
         registry.client.set_model_version_tag("m", "1", key, value)
+    name = """a'b"c"""  # which MLflow's filters can't quote
+    registry.client.create_registered_model(name)
+    registry.client.create_model_version(name, "s3://bucket/m")
     text = enginery("models").output
-    assert ("[/X]" in text, "[/y]" in text) == (True, True)
+    assert [word in text for word in ("[/X]", "[/y]", name)] == [True] * 3
+    assert [row["model"] for row in json.loads(enginery("models", name, "--json").output)] == [name]
     assert [row["score_pct"] for row in json.loads(enginery("models", "m", "--json").output)] == [60.0, 40.0, None]
 
 
