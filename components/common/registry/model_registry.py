@@ -481,7 +481,7 @@ def known_runs(uri: str, run_ids: Collection[str]) -> set[str]:
 def _run_and_parents(client: MlflowClient, run_id: str | None) -> list[str]:
     """Ids and names of a run and of the runs it is nested in. A run deleted for good has none."""
     names: list[str] = []
-    while run_id:
+    while run_id and run_id not in names[::2]:  # whoever edits runs can nest one in itself
         try:
             run = client.get_run(run_id)
         except MlflowException as error:

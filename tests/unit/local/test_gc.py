@@ -76,6 +76,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> tup
         parent = client.create_run(experiment, run_name=name).info.run_id
         step = client.create_run(experiment, run_name="promote", tags={"mlflow.parentRunId": parent}).info.run_id
         client.create_model_version("digits", f"{home}/{name}", run_id=step)
+        client.set_tag(parent, "mlflow.parentRunId", step)  # as anybody may, who can edit the run
         ids[name] = parent
     client.set_registered_model_alias("digits", "candidate", "2")
     return home, ids
