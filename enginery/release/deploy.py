@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from components.common.contracts.errors import EngineryError, GateFailed, UserError
+from components.common.contracts.foreign import BoundedLoader
 from components.common.contracts.manifests import write_atomically
 from components.common.contracts.settings import resolve
 
@@ -45,7 +46,7 @@ def parse(text: str, file: str) -> dict[str, Any]:
         UserError: it is no YAML map.
     """
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, BoundedLoader)  # noqa: S506  # a SafeLoader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{file} is no YAML: {' '.join(str(error).split())}. Correct it", code="invalid-yaml") from None
     if data is None:

@@ -17,6 +17,7 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how the text begins
 MAX_FILE_BYTES = 1 << 29  # of an image file; more is not read into memory
 MAX_PIXELS = 100_000_000  # of an image, which may have few bytes, and takes 8 for each while it is decoded
 _MAX_YAML_BYTES = 1 << 16  # which may take PyYAML seconds
+_MAX_YAML_LENGTH = 10**6  # characters, written out
 _MAX_HEADER_BYTES = 1 << 14  # of an array
 
 
@@ -35,26 +36,39 @@ def refuse_lfs_pointer(file: Path, source: str = "") -> None:
             )
 
 
-class _NoAliasLoader(yaml.SafeLoader):
-    """Without aliases, by which 400 bytes become gigabytes when they are written out."""
+class BoundedLoader(yaml.SafeLoader):
+    """Refuses aliases by which a few lines become gigabytes, or that hold themselves."""
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it has an alias, which is not taken from foreign files")
-        return super().compose_node(parent, index)
+    def get_single_node(self) -> yaml.Node | None:
+        """The document's node, by which PyYAML builds all values."""
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None and _length(node, {}) > _MAX_YAML_LENGTH:
+            raise yaml.YAMLError(f"it has more than {_MAX_YAML_LENGTH:,} characters, with what its aliases stand for")
+        return node
+
+
+def _length(node: yaml.Node, known: dict[int, int]) -> int:
+    """Characters of a node's values, those behind an alias as often as it is there. `known`: by the nodes' ids."""
+    if id(node) not in known:
+        known[id(node)] = _MAX_YAML_LENGTH  # for a node that holds itself
+        entries = node.value if isinstance(node, yaml.CollectionNode) else ()
+        nodes = [child for entry in entries for child in (entry if isinstance(entry, tuple) else (entry,))]
+        own = len(node.value) if isinstance(node, yaml.ScalarNode) else 0
+        known[id(node)] = 1 + own + sum(_length(child, known) for child in nodes)
+    return known[id(node)]
 
 
 def read_yaml(file: Path) -> Any:
     """Return what a foreign file in YAML says.
 
     Raises:
-        ValueError: it is no YAML, or too large, nested too deeply or with aliases.
+        ValueError: it is no YAML, or too large, nested too deeply, or `BoundedLoader` refuses it.
         OSError: it can't be read.
     """
     if file.stat().st_size > _MAX_YAML_BYTES or not stat.S_ISREG(file.stat().st_mode):
         raise ValueError(f"it has more than {_MAX_YAML_BYTES:,} bytes, or is no file")
     try:
-        return yaml.load(file.read_bytes(), _NoAliasLoader)  # noqa: S506  # of a SafeLoader
+        return yaml.load(file.read_bytes(), BoundedLoader)  # noqa: S506  # of a SafeLoader
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from components.common.contracts.errors import UserError, shortened, without_secrets
+from components.common.contracts.foreign import BoundedLoader
 
 Config = TypeVar("Config", bound=BaseModel)
 # Of a field that decides how long a step takes, and nothing about its result.
@@ -168,7 +169,7 @@ def show_value(value: Any) -> str:
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # no text, or no date; deeper than Python goes
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
+class _UniqueKeyLoader(BoundedLoader):
     """Refuses a mapping with a key twice, of which YAML's own reader keeps the last value."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:

@@ -259,6 +259,7 @@ def test_one_value_is_set_and_the_rest_stays(text: str, wanted: str) -> None:
         ("- 1\n", "invalid-yaml"),
         ("a: [\n", "invalid-yaml"),
         ("a: " + 1500 * "[", "invalid-yaml"),  # deeper than Python goes
+        ("images: &s {digests: *s}\n", "invalid-yaml"),  # which holds itself
     ],
 )
 def test_files_that_are_left_alone(text: str, code: str) -> None:

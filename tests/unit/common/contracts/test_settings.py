@@ -63,6 +63,10 @@ def test_all_problems_come_at_once_and_later_layers_win() -> None:
     assert (config.epochs, type(config.epochs), config.seed) == (5, int, 0)
 
 
+# Written out, 10 GB.
+ALIASES = "a0: &a0 x\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(10))
+
+
 @pytest.mark.parametrize(
     ("text", "code"),
     [
@@ -74,6 +78,8 @@ def test_all_problems_come_at_once_and_later_layers_win() -> None:
         ("train: {epochs: 3}\nseed: 1\ntrain: {momentum: 0.5}\n", "invalid-yaml"),
         ("train: {epochs: 3, epochs: 4}\n", "invalid-yaml"),
         (b"\xff\xfe\x00", "invalid-yaml"),
+        (ALIASES, "invalid-yaml"),
+        ("a: &a [*a]\n", "invalid-yaml"),
         (None, "no-config-file"),
     ],
 )
