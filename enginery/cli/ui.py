@@ -25,5 +25,6 @@ def ui(port: int, host: str) -> None:
     check_port(address_of(host), port, "--port")
     # The UI opens on traces of language models unless the address says what this is.
     click.echo(f"http://{host}:{port}/#/experiments?workflowType=machine_learning shows {shown}; Ctrl-C ends it")
-    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", host, "--port", str(port)]
+    os.environ["MLFLOW_BACKEND_STORE_URI"] = uri  # a command line would show a database's password to all users
+    command = [sys.executable, "-m", "mlflow", "ui", "--host", host, "--port", str(port)]
     os.execv(sys.executable, command)

@@ -1,10 +1,11 @@
-"""`enginery ui`: what is refused before MLflow starts."""
+"""`enginery ui`: what is refused before MLflow starts, and what MLflow is started with."""
 
 import os
 import socket
 
 import pytest
 
+from tests.pipelines.servers import free_port
 from tests.unit.registered import enginery, refuses
 
 
@@ -16,3 +17,13 @@ def test_a_port_or_address_that_cannot_be_had_is_refused(monkeypatch: pytest.Mon
         for options in (["--port", str(taken.getsockname()[1])], ["--host", "no.such.host.invalid"], ["--host", ""]):
             with refuses("cannot-listen"):
                 enginery("ui", *options)
+
+
+def test_a_password_is_on_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", "")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri := "postgresql://user:secret@host/mlflow")
+    started: list[str] = []
+    monkeypatch.setattr(os, "execv", lambda _, command: started.extend(command))
+    assert "secret" not in enginery("ui", "--port", str(free_port())).output
+    assert ("ui" in started, "secret" in " ".join(started)) == (True, False)
+    assert os.environ["MLFLOW_BACKEND_STORE_URI"] == uri
