@@ -43,7 +43,7 @@ _COSIGN_PAYLOAD = "application/vnd.dev.cosign.simplesigning.v1+json"
 _COSIGN_SIGNATURE = "dev.cosignproject.cosign/signature"
 _MAX_ANSWER_BYTES = 4 << 20  # of a manifest, as the specification has it, and of a token
 _MAX_FILES = 10_000
-_MAX_NAME = 1024  # characters
+_MAX_NAME, _MAX_DEPTH = 1024, 32  # characters; folders and the file
 
 _T = TypeVar("_T")
 
@@ -213,8 +213,10 @@ def _files_of(address: Address, data: bytes) -> dict[str, _Descriptor]:
         raise EngineryError(
             f"{address} is no artifact of files: push it with `enginery push`", code="not-an-artifact"
         ) from None
-    if any(len(name) > _MAX_NAME for name in files):  # of 120 KB, its parents alone would take gigabytes
-        raise EngineryError(f"{address} names a file by more than {_MAX_NAME:,} characters", code="name-too-long")
+    # Of 120 KB, its parents alone would take gigabytes; and nobody counts the room that folders take.
+    if any(len(name) > _MAX_NAME or name.count("/") >= _MAX_DEPTH for name in files):
+        most = f"{_MAX_NAME:,} characters, or below more than {_MAX_DEPTH - 1} folders"
+        raise EngineryError(f"{address} names a file by more than {most}", code="name-too-long")
     for name in files:
         if name != "." and not is_plain_path(name):
             raise EngineryError(f"{address} names a file outside of the artifact: {name!r}", code="file-outside")
