@@ -346,7 +346,7 @@ class Trainer:
         scores = {
             number: epoch.val_score_pct or 0.0
             for number, epoch in enumerate(self.history)
-            if epoch.val_loss is not None
+            if epoch.val_loss is not None and math.isfinite(epoch.val_loss)
         }
         return max(scores, key=scores.__getitem__) if scores else None
 

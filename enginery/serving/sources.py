@@ -155,7 +155,18 @@ def open_release(folder: Path, shown: str) -> tuple[ReleaseRecord, Chain]:
 def of_chain(
     chain: Chain, name: str, version: str, precision: Precision | None, statements: dict[str, bytes]
 ) -> ModelSource:
-    """A precision of it; None for what its verdict says to ship."""
+    """A precision of it; None for what its verdict says to ship.
+
+    Raises:
+        UserError: the precision was not validated.
+    """
+    if precision is not None and (row := chain.report.manifest.accuracy.row(precision)).score_pct is None:
+        raise UserError(
+            f"{name} {version} was not validated in {precision.upper()} ({row.note}), so it is not served: leave "
+            "--precision out, or validate it where that runs",
+            code="not-validated",
+            setting="--precision",
+        )
     return ModelSource(
         name=name,
         version=version,

@@ -168,10 +168,10 @@ def status_failure(status: str, message: str, address: ServerAddress) -> Serving
 
 def _unreachable(address: ServerAddress, reason: object) -> ServerUnreachable:
     text = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__  # aiohttp's str adds "ssl:default"
-    return ServerUnreachable(
-        f"no model server answers at {address} ({_short(text)}); start one with "
-        "`enginery serve NAME@champion`, or name another with --url"
-    )
+    fix = "start one with `enginery serve NAME@champion`, or name another with --url"
+    if "HTTP/2" in text or "Socket closed" in text:
+        fix = f"if its port is for HTTP, write http://{address.target}"
+    return ServerUnreachable(f"no model server answers at {address} ({_short(text)}); {fix}")
 
 
 def _status_and_message(error: BaseException) -> tuple[str | None, str]:

@@ -162,6 +162,8 @@ def test_from_the_registry_a_release_and_a_bundle(promoted, proved, exported, tm
         with find_source(reference, precision) as source:
             assert (source.name, source.version, source.precision) == (NAME, "1", precision or served)
             assert source.digests == exported.manifest.inputs
+    with refuses("not-validated"):
+        find_source(f"{NAME}/1", "fp16").__enter__()
     (tmp_path / "release/bundle/int8.onnx").write_bytes(b"another")
     with refuses("release-refused"):
         find_source(str(tmp_path / "release"), None).__enter__()

@@ -86,6 +86,11 @@ def test_a_status_means(status: str, message: str, kind: type[ServingError]) -> 
     assert failed.retriable == (kind in (ServerOverloaded, ServerUnreachable))
 
 
+def test_a_port_for_http_is_told_from_no_server() -> None:
+    failed = status_failure("StatusCode.UNAVAILABLE", "failed to connect: Failed parsing HTTP/2", ADDRESS)
+    assert f"write http://{ADDRESS.target}" in str(failed)
+
+
 class _Selector(selectors.DefaultSelector):
     """Waits for nothing, and counts how long it should have waited."""
 

@@ -1,6 +1,7 @@
 """Checkpoints of an unfinished training: when they count, and what happens when one can't be read."""
 
 import fcntl
+import math
 import os
 import re
 import shutil
@@ -233,13 +234,13 @@ def test_best_and_last_are_kept(tmp_path: Path) -> None:
 
 
 def test_the_best_epoch_can_be_the_result(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody asked for the best at first; the epoch between the others is it."""
-    top1, weights = [20.0, 60.0, 10.0], {}
+    """Nobody asked for the best at first; the epoch between the others is it: the first one's loss is infinite."""
+    top1, weights = [90.0, 60.0, 10.0], {}
 
     def evaluated(trainer: Trainer) -> tuple[float, float]:
         epoch = len(trainer.history)
         weights[epoch] = {name: value.clone() for name, value in trainer.published().state_dict().items()}
-        return 1.0, top1[epoch]
+        return 1.0 if epoch else math.inf, top1[epoch]
 
     monkeypatch.setattr(Trainer, "evaluate", evaluated)
     settings = {"architecture": "shufflenet_v2_x0_5", "checkpoint_epochs": 3}
