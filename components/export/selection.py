@@ -445,6 +445,8 @@ class Selection:
         left, done = list(models), 0
         with self.measure(models, text, detail) as advance:
             for end in ends:
+                if end <= done:  # whole batches held more
+                    continue
                 for name, own in advance(left, end - done).items():
                     found[name] = type(own).join([found[name], own]) if done else own
                 done = found[left[0]].num_images
