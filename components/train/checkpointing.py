@@ -238,10 +238,11 @@ def choose_folder(
     }
     if digest := _digest_of_weights(config):
         identity["pretrained_digest"] = digest
-    else:  # whoever resumes does not need the file that it began with
-        begun = sorted(partial_output.glob(f"*/{_IDENTITY}"), key=lambda path: path.stat().st_mtime, reverse=True)
-        read = (json.loads(path.read_bytes()) for path in begun)
-        identity = next((found for found in read if {**found, **identity} == found), identity)
+    # Whoever resumes does not need the file that it began with; and settings that are newer had their defaults.
+    begun = sorted(partial_output.glob(f"*/{_IDENTITY}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    read = (json.loads(path.read_bytes()) for path in begun)
+    newer = TrainConfig().model_dump(mode="json", exclude=set(NON_FINGERPRINTED_SETTINGS))
+    identity = next((found for found in read if {**newer, **found, **identity} == {**newer, **found}), identity)
     folder = partial_output / digest_json(identity).removeprefix("sha256:")[:12]
     checkpoints = CheckpointFolder(folder, config.keep_last)
     if not checkpoints.steps():  # a killed run may have left them in an output of its own
@@ -253,7 +254,7 @@ def choose_folder(
     others = [other for other in partial_output.glob(f"*/{_IDENTITY}") if other.parent != folder]
     if not checkpoints.steps() and others:
         newest = max(others, key=lambda path: path.stat().st_mtime)
-        found = json.loads(newest.read_bytes())
+        found = newer | json.loads(newest.read_bytes())
         differing = [name for name in sorted({*found, *identity}) if found.get(name) != identity.get(name)]
         text = ", ".join(f"{name} {found.get(name)} instead of {identity.get(name)}" for name in differing)
         log.warning(

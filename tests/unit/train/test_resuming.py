@@ -1,6 +1,7 @@
 """Checkpoints of an unfinished training: when they count, and what happens when one can't be read."""
 
 import fcntl
+import json
 import math
 import os
 import re
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from components.common.contracts.digests import canonical_json, digest_json
 from components.common.contracts.environment import KFP_RUN_VARIABLE
 from components.common.contracts.errors import Preempted
 from components.common.contracts.manifests import PARTIAL_OUTPUT, CheckpointManifest, load
@@ -117,6 +119,13 @@ def test_other_settings_start_again_and_take_nothing_away(go: Go, tmp_path: Path
     assert "is of learning_rate 0.4 instead of 0.2, pretrained" in log.said[0]
     # Settings that don't change the result may change. The last one by its name up to version 0.1.
     assert resumed(go(sigterm_after=5, pretrained=str(file), keep_last=5, publish="best", stuck_after_s=60)) == 4
+    for file in (tmp_path / "out" / PARTIAL_OUTPUT).glob("*/training.json"):  # of a version without this setting
+        identity = json.loads(file.read_bytes())
+        del identity["decode_on"]
+        file.write_bytes(canonical_json(identity))
+        file.parent.rename(file.parent.with_name(digest_json(identity).removeprefix("sha256:")[:12]))
+    log = go(sigterm_after=4, learning_rate=0.2, decode_on="cpu")
+    assert "is of decode_on gpu instead of cpu." in log.said[0]
     assert resumed(go(learning_rate=0.2)) == 2
     assert not (tmp_path / "out" / PARTIAL_OUTPUT).exists()
 
