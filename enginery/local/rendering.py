@@ -107,7 +107,7 @@ class Renderer:
         self._task: TaskID | None = None
         self._phase = ""
         self._step_started = time.time()
-        self._pace = LinePace(_PLAIN_INTERVAL_S)
+        self._pace = LinePace(_PLAIN_INTERVAL_S, share=0.2)
 
     def __enter__(self) -> "Renderer":
         if self._console.is_terminal:

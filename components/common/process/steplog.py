@@ -39,13 +39,13 @@ def progress_text(phase: str, done: int, total: int, unit: str = "", detail: str
 
 
 class LinePace:
-    """The times of a phase's lines: the first after `interval_s`, then ever later, each a fifth of the phase's time.
+    """The times of a phase's lines: `interval_s` after each other or, where longer, that share of the phase's time.
 
     The end of a phase is always due where a line of it was printed, so that its counter reaches the end.
     """
 
-    def __init__(self, interval_s: float) -> None:
-        self._interval_s = interval_s
+    def __init__(self, interval_s: float, share: float = 0.0) -> None:
+        self._interval_s, self._share = interval_s, share
         self._phase = ""
         self._began = self._last = -math.inf
         self._is_shown = False
@@ -56,7 +56,7 @@ class LinePace:
         if phase != self._phase:
             self._phase, self._began, self._is_shown = phase, now, False
         ends = self._is_shown and done >= total
-        if not ends and now - self._last < max(self._interval_s, (now - self._began) / 5):
+        if not ends and now - self._last < max(self._interval_s, self._share * (now - self._began)):
             return False
         self._last, self._is_shown = now, done < total
         return True

@@ -102,6 +102,10 @@ def test_a_step_without_a_parent_prints_the_same(clock: Clock, monkeypatch, caps
         log.progress("calibrating", done + 1, 256, unit="images")
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["export: calibrating 1/256 images", "export: calibrating 256/256 images"]
+    for _ in range(3600):  # `enginery watch` shows these lines: they stay fresh, however long a phase is
+        log.progress("training", 26, 88, unit="steps")
+        clock.now += 1
+    assert 700 < len(capsys.readouterr().err.splitlines()) <= 720
 
 
 def test_work_that_tells_nothing_shows_its_time(clock: Clock, monkeypatch, capsys) -> None:
