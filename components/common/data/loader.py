@@ -104,7 +104,7 @@ def plan_training(
         num_pipelines = _NUM_PIPELINES if on_gpu and many else 1
     num_shares = num_shards * num_pipelines
     # The smallest share decides for all, so that no rank waits for a batch that never comes.
-    num_batches = num_images // num_shares // batch_size * num_pipelines // batches_per_step * batches_per_step
+    num_batches = num_images // num_shares // step_size * batches_per_step * num_pipelines
     if not num_batches:
         raise _too_few(num_images, step_size, num_shards, num_pipelines)
     return EpochPlan(

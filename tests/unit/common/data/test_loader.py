@@ -370,6 +370,18 @@ def test_a_second_pipeline_costs_a_step_at_most(num_images: int, batches_per_ste
     assert two.num_dropped >= 0
 
 
+@pytest.mark.parametrize("num_images", [8191, 8192, 8703, 1281167])
+def test_another_number_of_processes_makes_as_many_steps(num_images: int) -> None:
+    """Or a training could not resume with it."""
+    steps = {
+        plan(num_images, 256 // num_shards // accumulated, num_shards, batches_per_step=accumulated).num_batches
+        // accumulated
+        for num_shards in (1, 2, 4)
+        for accumulated in (1, 2, 4)
+    }
+    assert len(steps) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "setting", "message"),
     [
