@@ -28,7 +28,7 @@ from components.export.engines import compile_plan, onnx_file_for
 from components.export.mixed import Compiled, MixedSearch, Profile
 from components.export.placement import quantizable_layers
 from components.export.qdq import Arithmetic, WeightStorage, insert_qdq
-from components.export.selection import Budget
+from components.export.selection import Budget, first_batches
 
 if TYPE_CHECKING:
     from components.common.runtimes.openvino import OpenVINORunner
@@ -248,6 +248,7 @@ class Int8Plans:
     scales: Mapping[str, float]
     excluded: tuple[str, ...]  # nodes in float: at first for the accuracy, in the end those of the plan
     samples: Samples | None  # images to compare the plans' classes on; None compares none
+    num_images: int  # of them, the first
     budget: Budget
     output: Path  # the bundle's folder
     cache: Path | None
@@ -300,7 +301,8 @@ class Int8Plans:
         assert self.samples is not None
         progress = partial(self.log.progress, "comparing engines", unit="images")
         with closing(TensorRTRunner(self.output / "fp32.plan", self.shapes)) as runner:
-            found = predict({"fp32": runner, **runners}, self.samples, self.samples.num_images, progress)
+            images = first_batches(iter(self.samples), self.num_images)
+            found = predict({"fp32": runner, **runners}, images, self.num_images, progress)
         fp32 = found.pop("fp32")
         return {
             name: {

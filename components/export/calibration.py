@@ -40,8 +40,9 @@ class Samples:
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches by the evaluation transform; the last one may be smaller. The first ones are kept in memory."""
-        yield from self._kept
-        num_kept = sum(len(batch.images) for batch in self._kept)
+        kept = [*self._kept]
+        yield from kept
+        num_kept = sum(len(batch.images) for batch in kept)
         position, end = 0, self.start + self.num_images
         if num_kept == self.num_images:
             return
@@ -52,7 +53,8 @@ class Samples:
             if last > first:
                 own = batch.part(slice(first, last))
                 if 4 * 3 * self.transform.crop_size**2 * (position - self.start) <= _MAX_KEPT_BYTES:
-                    self._kept.append(own)
+                    kept.append(own)
+                    self._kept.extend(kept[len(self._kept) :])  # passes may overlap
                 yield own
             if position >= end:
                 return

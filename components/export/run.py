@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -65,7 +64,6 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
     _check_numerics(source, calibration, fp32_file, log)
     quantized = quantize(config, source, fp32_file, calibration, selection, cache, log)
     entry = quantized.calibration.selection
-    measured = selection if selection is None or entry is None else replace(selection, num_images=entry.num_images)
     graphs = _write_precisions(fp32_file, quantized, load_task(data.manifest.task).exported, output, log)
     write_atomically(output / "scales.json", json.dumps(quantized.scales, indent=1, sort_keys=True).encode())
     int8 = Int8Plans(
@@ -74,7 +72,8 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, dataset: Path, outpu
         graphs=graphs,
         scales=quantized.scales,
         excluded=quantized.excluded,
-        samples=measured,
+        samples=selection,
+        num_images=entry.num_images if entry is not None else 0,
         budget=Budget.of(config, data),
         output=output,
         cache=cache,

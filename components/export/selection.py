@@ -70,7 +70,7 @@ class Candidates:
             nonlocal seen
             found = predict(
                 {name: runners[name] for name in names},
-                _first(batches, more),
+                first_batches(batches, more),
                 more,
                 lambda done, _: self.log.progress(
                     text, seen + done, num_images, detail() if seen + done < num_images else "", unit="images"
@@ -108,7 +108,7 @@ class Candidates:
         return OpenVINORunner(file, self.shapes)
 
 
-def _first(batches: Iterator[Batch], num_images: int) -> Iterator[Batch]:
+def first_batches(batches: Iterator[Batch], num_images: int) -> Iterator[Batch]:
     """The next batches, until they hold so many images."""
     while num_images > 0 and (batch := next(batches, None)) is not None:
         num_images -= len(batch.images)

@@ -4,6 +4,7 @@ import json
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -19,11 +20,13 @@ from components.common.contracts.records import CALIBRATION_METHODS, CpuTrial
 from components.common.contracts.settings import resolve
 from components.common.contracts.transforms import ShapeSpec, transform_for
 from components.common.process.steplog import StepLog
+from components.common.runtimes import tensorrt
 from components.common.runtimes.architectures import build_model
 from components.common.runtimes.onnxruntime import new_session
 from components.common.runtimes.openvino import OpenVINORunner
 from components.common.runtimes.selection import fit_model
 from components.export import calibration, quantization
+from components.export.backends import Int8Plans
 from components.export.calibration import split_samples
 from components.export.config import CACHE_VARIABLE, ExportConfig
 from components.export.onnx_export import export_onnx
@@ -105,8 +108,8 @@ def test_images_are_decoded_once_where_memory_allows(digits_dataset, monkeypatch
     side = samples_of(digits_dataset)[0].transform.crop_size
     monkeypatch.setattr(calibration, "_MAX_KEPT_BYTES", 12 * side**2 * num_kept)
     _, selection = samples_of(digits_dataset, num_calibration_images=100, num_selection_images=150)
-    next(iter(selection))  # a pass that is given up
-    passes = [list(selection) for _ in range(3)]
+    next(overtaken := iter(selection))
+    passes = [list(selection), list(overtaken), list(selection)]
     kept = 0
     for first, again in zip(passes[0], passes[2], strict=True):
         assert torch.equal(first.images, again.images)
@@ -114,6 +117,14 @@ def test_images_are_decoded_once_where_memory_allows(digits_dataset, monkeypatch
         kept += len(first.images) * (first.images is again.images)
     assert num_kept - 32 < kept <= num_kept
     assert sum(len(batch.images) for batch in passes[0]) == 150
+
+
+def test_plans_are_compared_on_as_many_images_as_candidates(network, digits_dataset, tmp_path, monkeypatch):
+    shapes, (_, samples) = ShapeSpec(height=32, width=32), samples_of(digits_dataset)
+    monkeypatch.setattr(tensorrt, "TensorRTRunner", lambda *_: OpenVINORunner(network, shapes))
+    plans = SimpleNamespace(samples=samples, num_images=80, shapes=shapes, output=tmp_path, log=Said())
+    assert Int8Plans._accuracy(plans, [], {}) == {}
+    assert sum(len(batch.images) for batch in samples._kept) == 80
 
 
 def test_images_to_choose_by_are_none_of_those_that_calibrate(digits_dataset):
