@@ -26,8 +26,10 @@ def number(value: float | None, form: str) -> str:
 
 
 def range_text(values: Sequence[float], form: str = ",.0f") -> str:
-    """One number, or from the first to the last; from 100 on without decimals, and so without an exponent."""
-    texts = [format(value, ",.0f" if form.endswith("g") and value >= 100 else form) for value in values]
+    """One number, or from the first to the last; large ones without an exponent."""
+    texts = [format(value, form) for value in values]
+    if form.endswith("g"):
+        texts = [format(value, ",.0f") if "e+" in text else text for value, text in zip(values, texts, strict=True)]
     return texts[0] if len(set(texts)) == 1 else f"{texts[0]} to {texts[-1]}"
 
 

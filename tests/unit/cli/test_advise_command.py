@@ -20,6 +20,7 @@ from enginery.advise import answers
 from enginery.advise.answers import PRICES, read_prices
 from enginery.advise.roofline import SpeedPrediction, Work, devices, load_coefficients, predict
 from enginery.cli.advise import advise
+from enginery.formats import range_text
 from tests.unit.networks import onnx_model
 from tests.unit.refusals import refuses
 from tests.unit.shapes import Chain
@@ -204,6 +205,7 @@ def test_the_page_shows_every_gpu_and_both_charts(tmp_path: Path, workload: str)
     assert "https://" in text.split("Data sheets")[1]
     printed = CliRunner().invoke(advise, [*_ASKED, "--workload", workload, *load], catch_exceptions=False).stdout
     assert not re.search(r"\de\+\d", text + printed)
+    assert range_text([99.7, 1e6], ".2g") == "100 to 1,000,000"
 
 
 def test_a_page_without_an_answer_says_so(tmp_path: Path) -> None:
