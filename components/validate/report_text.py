@@ -208,10 +208,10 @@ def _about_calibration(report: Report) -> str:
         return "Give the search for calibration and layers in float more time: export.search_seconds."
     if chosen is None or not chosen.within_budget:
         return "INT8 of this architecture loses too much, with every calibration and fallback tried: train another one."
-    return (
-        f"Choose on more {report.accuracy.unit} (export.num_selection_images): there INT8 was within the budget, at "
-        f"{signed(chosen.delta_points)} points."
-    )
+    found = f"there INT8 was within the budget, at {signed(chosen.delta_points)} points."
+    if entry.num_images < config.get("num_selection_images", 0):
+        return f"Export with more training {report.accuracy.unit}, or more time (export.search_seconds): {found}"
+    return f"Choose on more {report.accuracy.unit} (export.num_selection_images): {found}"
 
 
 _REMEDIES: dict[str, Callable[[Report, GateCheck], list[str]]] = {

@@ -298,6 +298,7 @@ REMEDIES: list[tuple[str, dict[str, Any], str, str]] = [
     ("drop_points", {"worse_classes": (LOSS,)}, "cat (30 of 40 images)", "export.num_selection_images"),
     ("drop_points", {}, "export.num_selection_images", ""),
     ("drop_points", {"fp16": True}, "export.num_selection_images", "gate.precision=fp16"),
+    ("drop_points", {"export": {"num_selection_images": 10_000}}, "export.search_seconds", ""),
     ("drop_points", {"export": {"fallback": False}}, "export.fallback=true", ""),
     ("drop_points", {"export": {"calibration_method": "max"}}, "export.calibration_method=auto", ""),
     ("drop_points", {"chosen": False}, "another one", ""),
