@@ -27,6 +27,7 @@ from enginery.advise.roofline import (
     predict_training,
     training_precision,
 )
+from enginery.formats import range_text
 
 FITTED_ON = "H200"
 PRICES = Path(__file__).with_name("prices.csv")
@@ -292,7 +293,8 @@ def _engines(
     in_time = surely or [each for each in fit if each.p99_s(question.qps) <= question.p99_s]
     soonest = min(fit, key=lambda each: each.p99_s(question.qps))
     low, high = soonest.p99_ms_range(question.qps)
-    return in_time, f"latency: {1e3 * soonest.p99_s(question.qps):.3g} ms ({low:.3g} to {high:.3g}) at the soonest"
+    shortest, bounds = (range_text(each, ".3g") for each in ([1e3 * soonest.p99_s(question.qps)], [low, high]))
+    return in_time, f"latency: {shortest} ms ({bounds}) at the soonest"
 
 
 def _fastest(engines: list[_Engine]) -> _Engine | None:
@@ -351,7 +353,7 @@ def _sharing(
         times = best.p99_ms_range(question.qps)
         if times[1] <= 1e3 * question.p99_s:
             text = f"a part of {parts} of {device.mig_instances:.0f} carries the load in {best.precision.upper()} and"
-            return "MIG", f"{text} answers in {times[0]:.2g} to {times[1]:.2g} ms; others run apart on the rest"
+            return "MIG", f"{text} answers in {range_text(times, '.2g')} ms; others run apart on the rest"
     of_parts = "no smaller part of it carries the load in time, but " if device.mig_instances else ""
     share = f"the load takes {100 * load:.0f} % of it" if load >= 0.01 else "the load takes less than 1 % of it"
     return "MPS", f"{of_parts}{share}; processes of others can use the rest, not isolated"

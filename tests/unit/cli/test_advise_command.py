@@ -13,6 +13,7 @@ import torch
 from click.testing import CliRunner
 from onnx import helper
 
+from components.common.contracts.errors import UserError
 from components.common.contracts.manifests import BundleManifest, load
 from components.common.runtimes.architectures import build_model
 from components.common.runtimes.counting import count_model, count_onnx
@@ -210,10 +211,12 @@ def test_the_page_shows_every_gpu_and_both_charts(tmp_path: Path, workload: str)
 
 def test_a_page_without_an_answer_says_so(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
-    _rows(*_ASKED, "--p99", "0.01ms", "--html", str(file))
+    _rows(*_ASKED, "--p99", "0.01ms", "--image-size", "4096", "--html", str(file))
+    assert not re.search(r"\de\+\d", file.read_text())
     assert "No device of the table answers in time" in file.read_text()
     assert "<svg" not in file.read_text()
-    _rows(*_ASKED, "--p99", "1s", "--html", str(file))
+    _rows("resnet50", "--image-size", "2048", "--qps", "0.5", "--p99", "10s", "--html", str(file))
+    assert not re.search(r"\de\+\d", file.read_text())
     assert "too late" not in file.read_text()  # a precision that a CPU does not have is not late
 
 
@@ -222,7 +225,8 @@ def test_a_file_without_products_has_no_roofline(tmp_path: Path) -> None:
         node = helper.make_node("Relu", ["images"], ["logits"])
         onnx.save(onnx_model([node], {"images": [1, 3, *sides]}, {}), tmp_path / f"{name}.onnx")
     _rows(str(tmp_path / "model.onnx"), "--html", str(tmp_path / "page.html"))
-    assert (tmp_path / "page.html").read_text().count("<svg") == 1  # the cost
+    text = (tmp_path / "page.html").read_text()
+    assert (text.count("<svg"), re.findall(r"\de\+\d", text)) == (1, [])  # the cost
     with refuses("shapes-unknown"):
         _rows(str(tmp_path / "unknown.onnx"))
 
@@ -244,6 +248,11 @@ def test_prices_are_checked(tmp_path: Path, content: bytes) -> None:
     file.write_bytes(content)
     with refuses("invalid-prices", "--prices"):
         read_prices(file)
+
+
+def test_a_missing_price_list_is_said_without_a_number(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="csv: No such file"):
+        read_prices(tmp_path / "prices.csv")
 
 
 def test_prices_may_come_from_a_spreadsheet(tmp_path: Path) -> None:
