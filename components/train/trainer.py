@@ -531,5 +531,6 @@ class Trainer:
                     logits = model(batch.images)
                 self._task.count(totals, logits, batch.labels)
             done += 1
+            self.log.progress("validating", done, num_rounds, unit="batches")
             self._agree(_SAVE_AND_STOP if self._stop.requested else _CONTINUE)
         return self._task.result(all_reduce_sum(totals, self.world), self.plan.num_val_images)

@@ -125,7 +125,7 @@ def test_other_settings_start_again_and_take_nothing_away(go: Go, tmp_path: Path
         file.write_bytes(canonical_json(identity))
         file.parent.rename(file.parent.with_name(digest_json(identity).removeprefix("sha256:")[:12]))
     log = go(sigterm_after=4, learning_rate=0.2, decode_on="cpu")
-    assert "is of decode_on gpu instead of cpu." in log.said[0]
+    assert "is of decode_on gpu instead of cpu" in log.said[0]
     assert resumed(go(learning_rate=0.2)) == 2
     assert not (tmp_path / "out" / PARTIAL_OUTPUT).exists()
 
