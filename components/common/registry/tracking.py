@@ -58,6 +58,7 @@ REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_T
 DOWNLOAD_LIMITS = {**REQUEST_LIMITS, "MLFLOW_ALLOW_HTTP_REDIRECTS": "false"}
 _FIRST_REQUESTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "15"}
 _LAST_REQUESTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
+ARTIFACT_SERVER_VARIABLE = "ENGINERY_ARTIFACT_SERVER"  # HOST:PORT that may have the tracking server's credentials
 OF_SERVERS = ("http", "https", "mlflow-artifacts")  # which MLflow's client sends the tracking server's token to
 _REFUSALS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "REQUEST_LIMIT_EXCEEDED")
 
@@ -96,12 +97,13 @@ def underlying(uri: str, tracking_uri: str) -> str:
 
 
 def leads_elsewhere(uri: str, tracking_uri: str, schemes: Collection[str]) -> bool:
-    """True for a URI of one of the schemes that is not of the tracking server.
+    """True for a URI of one of the schemes that is not of the tracking server, nor of `ARTIFACT_SERVER_VARIABLE`.
 
     Hosts are compared to the letter: what parsers of addresses make of "@" and a backslash differs.
     """
     place, server = urlparse(uri), urlparse(tracking_uri)
-    hosts = (server.netloc, server.netloc.rpartition("@")[2])
+    own = os.environ.get(ARTIFACT_SERVER_VARIABLE) or server.netloc
+    hosts = (server.netloc, server.netloc.rpartition("@")[2], own)
     if place.scheme == "mlflow-artifacts":
         return place.netloc not in ("", *hosts)
     return place.scheme in schemes and (place.scheme != server.scheme or place.netloc not in hosts)
@@ -120,7 +122,8 @@ def check_credentials(uri: str) -> None:
         raise EngineryError(
             f"{without_credentials(uri)} is not of MLflow at {without_credentials(tracking_uri)}, whose credentials "
             "would be sent there. Set MLFLOW_TRACKING_URI to the server that is asked, or unset MLFLOW_TRACKING_TOKEN, "
-            "MLFLOW_TRACKING_USERNAME and the like",
+            f"MLFLOW_TRACKING_USERNAME and the like. If it may have them, set {ARTIFACT_SERVER_VARIABLE} to its "
+            "HOST:PORT",
             code="other-server",
             setting="MLFLOW_TRACKING_URI",
         )
@@ -267,6 +270,7 @@ def step_run(step: str) -> Iterator[StepRun]:
         return
     name = os.environ.get(EXPERIMENT_VARIABLE) or "enginery"
     experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID") or _experiment(client, name)
+    _check_place(client, experiment_id)
     kfp_run = os.environ.get(KFP_RUN_VARIABLE, "")
     pipeline = KfpPipelineRun(client, experiment_id, name, kfp_run) if kfp_run else None
     parent = pipeline.run_id if pipeline else os.environ.get(PARENT_RUN_VARIABLE, "")
@@ -306,7 +310,6 @@ def _new_step_run(
     if kfp_run := os.environ.get(KFP_RUN_VARIABLE):
         tags[RUN_TAG] = kfp_run
     run = client.create_run(experiment_id, run_name=step, tags=tags)
-    check_credentials(run.info.artifact_uri)  # which whoever made the experiment chose
     return StepRun(client, run.info.run_id, experiment_id, pipeline=pipeline)
 
 
@@ -386,6 +389,11 @@ def _end_step_run(client: MlflowClient, run_id: str, status: str, message: str) 
             raise
 
 
+def _check_place(client: MlflowClient, experiment_id: str) -> None:
+    """Refuse an experiment that uploads to a server which would get the tracking server's credentials."""
+    check_credentials(client.get_experiment(experiment_id).artifact_location)  # which whoever made it chose
+
+
 def _experiment(client: MlflowClient, name: str) -> str:
     found = client.get_experiment_by_name(name)
     if found is not None:
@@ -462,10 +470,10 @@ class PipelineRun:
                 try_database(tracking_uri)
                 self.client = MlflowClient()
                 self.experiment_id = _experiment(self.client, experiment)
+                _check_place(self.client, self.experiment_id)
                 tags = {"mlflow.source.name": source, "mlflow.source.type": "LOCAL", "mlflow.user": user_name()}
                 run = self.client.create_run(self.experiment_id, run_name=name, tags={**tags, RUN_TAG: name})
                 self.run_id = run.info.run_id
-                check_credentials(run.info.artifact_uri)
                 self.step_run = StepRun(self.client, self.run_id, self.experiment_id)
                 self.step_run.log_params(params)
                 self._step_runs: dict[str, StepRun] = {}  # of running steps, by name

@@ -30,7 +30,7 @@ from components.common.registry.store import (
     without_credentials,
     without_folders,
 )
-from components.common.registry.tracking import StepRun, is_unreachable, step_run
+from components.common.registry.tracking import StepRun, check_credentials, is_unreachable, step_run
 from enginery.release.fetch import fetch
 from tests.serving import Served, serving
 from tests.unit.registered import refuses
@@ -134,6 +134,8 @@ class TrackingServer(Served):
             return 200, {"artifact_uri": self.root}
         if path.endswith("/experiments/get-by-name"):
             return 200, {"experiment": {"experiment_id": "1", "lifecycle_stage": "active"}}
+        if path.endswith("/experiments/get"):
+            return 200, {"experiment": {"experiment_id": "1", "artifact_location": self.run["info"]["artifact_uri"]}}
         if path.endswith(("/runs/get", "/runs/create")):
             return 200, {"run": self.run}
         if path.endswith("/artifacts"):
@@ -212,6 +214,9 @@ def test_steps_upload_nothing_to_another_server_that_their_experiment_names(
         with refuses("other-server", "MLFLOW_TRACKING_URI"), step_run("validate") as run:
             run.log_artifact(Path(__file__))
         assert thief.requests == []
+        assert not any(path.endswith("/runs/create") for _, path, _ in tracking.requests)
+        monkeypatch.setenv("ENGINERY_ARTIFACT_SERVER", thief.endpoint.removeprefix("http://"))
+        check_credentials(f"{thief.endpoint}/r")
 
 
 def test_statements_are_written_to_a_version_and_not_to_its_run(tracking: TrackingServer) -> None:
