@@ -44,6 +44,8 @@ from components.train.resharding import ReshardedLoader
 from components.train.speed import NUM_SKIPPED, TRACE
 from components.train.trainer import MLLOG, Trainer
 
+_MUCH_WAITING_PCT = 5.0  # of an epoch, for data
+
 
 def train(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> str:
     """Train in this process, alone or with others; rank 0 writes. Returns the outcome."""
@@ -143,6 +145,8 @@ def _train(
         log.note(f"resuming after step {saved.num_steps} of {trainer.num_steps}, where an earlier run stopped{others}")
     del model, saved, content  # they would stay in memory
     _fit(trainer, num_classes)
+    if world.device.type == "cuda" and data.manifest.text is None:
+        warn_of_waiting(log, config, trainer.history[-1].data_wait_pct or 0.0)
     score_name = TASKS[data.manifest.task].training_score or TASKS[data.manifest.task].score_name
     target, done = config.target_score_pct, trainer.epochs_to_target
     trainer.mllog.event("run_stop", status="aborted" if target and not done else "success")
@@ -387,6 +391,16 @@ def warn_of_chance_level(log: StepLog, config: TrainConfig, split: Split, score_
             f"the model learned nothing that shows: {score_pct:.2f} % {task.score_name}{also}. Lower "
             f"train.learning_rate, which is {rate:g}, to {rate / 4:g}, raise train.epochs, which is {config.epochs}, "
             "or see in the data card whether the labels are sound"
+        )
+
+
+def warn_of_waiting(log: StepLog, config: TrainConfig, data_wait_pct: float) -> None:
+    """Say what helps where the GPUs waited for images."""
+    if data_wait_pct > _MUCH_WAITING_PCT:
+        other = "cpu" if config.decode_on == "gpu" else "gpu"
+        log.warning(
+            f"the GPU waited for images in {data_wait_pct:.0f} % of the last epoch: scale them down once, with "
+            f"preprocess.max_short_side, give the step more CPU cores, or try train.decode_on={other}"
         )
 
 

@@ -1,6 +1,7 @@
 """train on real digits: it learns, its checkpoint is whole, and what goes wrong is refused."""
 
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from components.common.data.loader import Loader
 from components.common.runtimes.architectures import build_model
 from components.train.checkpointing import WEIGHTS
 from components.train.run import run
-from components.train.training import warn_of_chance_level
+from components.train.training import warn_of_chance_level, warn_of_waiting
 from tests.conftest import Dataset
 from tests.unit.refusals import refuses
 
@@ -112,6 +113,16 @@ def test_the_chance_level(architecture: str, counts: tuple[int, ...], score_pct:
     text = "".join(log.said)
     assert ("learned nothing" in text) == bool(said)
     assert said in text
+
+
+def test_a_gpu_that_waits_for_images_is_warned_of() -> None:
+    log = Log()
+    for share, decode_on in ((0.2, "gpu"), (15.4, "gpu"), (15.4, "cpu")):
+        warn_of_waiting(log, config(decode_on=decode_on), share)
+    assert [re.findall(r"15 %|decode_on=\w+", text) for text in log.said] == [
+        ["15 %", "decode_on=cpu"],
+        ["15 %", "decode_on=gpu"],
+    ]
 
 
 def test_warnings_of_a_run(train: Train) -> None:
