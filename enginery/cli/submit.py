@@ -20,7 +20,7 @@ from enginery.cli.run import FILE_FIRST, pipeline_command
 from enginery.cluster.server import KfpServer, quiet
 from enginery.cluster.settings import ClusterSettings, settings_rows
 from enginery.cluster.watch import follow
-from enginery.formats import seconds_in
+from enginery.formats import echo, seconds_in
 from enginery.local.parameters import PipelineFile, load_pipeline
 
 
@@ -162,7 +162,7 @@ def _submit(file: PipelineFile, request: Request, server: KfpServer, *, wait: bo
                 run_id = run_id or _once(client, package, request, server)
                 lines = [*(lines or [f"run         {run_id}"]), f"look at it  {server.link(run_id)}"]
     for line in lines:
-        click.echo(line)
+        echo(line)
     if not wait:
         return 0
     return follow(server, client, run_id, namespace=request.namespace, logs=logs)

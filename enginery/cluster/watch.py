@@ -254,17 +254,20 @@ def steps_of(run: Any) -> list[str]:
     spec = spec.get("pipeline_spec", spec)
     components = spec.get("components") or {}
     names: list[str] = []
+    seen: set[Any] = set()  # a hostile server's components may hold themselves
 
     def visit(dag: dict[str, Any]) -> None:
         tasks = dag.get("tasks") or {}
         needed = {name: task.get("dependentTasks") or () for name, task in tasks.items()}
         for name in TopologicalSorter(needed).static_order():
             task = tasks[name]
-            component = components.get((task.get("componentRef") or {}).get("name"), {})
-            if "dag" in component:
-                visit(component["dag"])
-            else:
+            held = (task.get("componentRef") or {}).get("name")
+            component = components.get(held, {})
+            if "dag" not in component:
                 names.append(name)
+            elif held not in seen:
+                seen.add(held)
+                visit(component["dag"])
 
     visit((spec.get("root") or {}).get("dag") or {})
     return names

@@ -252,10 +252,10 @@ def test_once_takes_a_run_of_the_same_name_unless_it_failed(cluster: Cluster, su
     """So that neither another try of a Job nor a newer image of it submits the same again."""
     options = (*DATA, "--once", "--run-name", "release-1a2b")
     for state, posts in (("FAILED", 1), ("RUNNING", 1), ("SUCCEEDED", 1)):
-        cluster.runs = [kfp.V2beta1Run(run_id="earlier", state=state)]
+        cluster.runs = [kfp.V2beta1Run(run_id="earlier\x1b[2J", state=state)]
         done = submit(cluster.endpoint, *options)
         assert done.exit_code == 0
-        assert ("earlier, which was there before" in done.text) == (state != "FAILED")
+        assert ("earlier\\x1b[2J, which was there before" in done.text) == (state != "FAILED")
         assert [entry[:2] for entry in cluster.requests].count(("POST", "/apis/v2beta1/runs")) == posts
     assert submit(cluster.endpoint, *DATA, "--once").fault == (2, "once-without-name", "--run-name")
 

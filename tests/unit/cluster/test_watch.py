@@ -215,3 +215,6 @@ def test_the_steps_of_a_run_are_in_the_order_of_its_graph() -> None:
 
     order = ["list-parts", "preprocess-part", "merge", "train", "export", "validate", "gate", "promote"]
     assert steps_of(Run()) == order
+    twice = {name: {"componentRef": {"name": "itself"}} for name in "ab"}
+    Run.pipeline_spec = {"components": {"itself": {"dag": {"tasks": twice}}}, "root": {"dag": {"tasks": twice}}}
+    assert steps_of(Run()) == []
