@@ -105,6 +105,17 @@ def test_the_server_starts_closed_to_clients(tmp_path: Path, option: str, key: s
     assert given()[-len(option.split()) or None :] == option.split() or not option
 
 
+def test_no_list_of_processes_shows_the_password_of_the_tracking_database(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text("#!/bin/sh\nprintf '%s\\n' \"$*\"\n")
+    (tmp_path / "python").chmod(0o755)
+    names = ("MLFLOW_BACKEND_STORE_URI", "MLFLOW_AUTH_DATABASE_URI")
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | dict.fromkeys(names, "postgresql://u:secret@host/m")
+    command = ["sh", str(CONTAINERS / "mlflow/start"), "migrate"]
+    given = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    assert all(name in given for name in names)
+    assert "secret" not in given
+
+
 def test_the_repository_fits_and_can_be_released() -> None:
     done = run_python(CONTAINERS / "check_versions.py")
     assert done.returncode == 0, done.stderr
