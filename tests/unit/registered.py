@@ -176,7 +176,7 @@ def make_chain(
         classes=classes,
         transform=transform_for(side, resize_ratio=1.0),
         shapes=ShapeSpec(height=side, width=side),
-        models={"int8": "int8.onnx"},
+        models={"fp32": "int8.onnx", "int8": "int8.onnx"},
         cpu_models=(CpuModel(file="int8.onnx", weight_bits=8, activations="signed", saturates_on=()),),
         engines=tuple(engine_entry(file=file) for file in planned),
         calibration=CalibrationEntry(method="max", num_images=1, split="train", seconds=0),

@@ -223,6 +223,8 @@ class BundleManifest(OfNetwork):
     @model_validator(mode="after")
     def _check_models(self) -> Self:
         """A model repository takes these names, beside programs: `model.py` would be run."""
+        if "fp32" not in self.models:
+            raise ValueError("there is no FP32 model")
         for name in (*self.models.values(), *(model.file for model in self.cpu_models)):
             if "/" in name or not name.endswith(".onnx"):
                 raise ValueError(f"the model {name!r} is no file NAME.onnx")

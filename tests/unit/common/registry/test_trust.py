@@ -125,6 +125,7 @@ VICTIM = "../../../victim/bashrc"
     [
         lambda record: record.update(cpu_models=[{**CPU_MODEL, "file": VICTIM}]),
         lambda record: record["models"].update(int8=VICTIM),
+        lambda record: record["models"].pop("fp32"),  # which whoever counts the model reads
         lambda record: record.update(cpu_models=[{**CPU_MODEL, "file": "model.py"}]),  # which Triton would run
         lambda record: record["engines"][0].update(file="../../victim/bashrc"),
         lambda record: record["engines"][0].update(layers={**NO_LAYERS, "file": "../../victim/bashrc"}),
