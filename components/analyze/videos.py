@@ -5,6 +5,7 @@ since playlists and the like name other files and addresses.
 """
 
 import ctypes
+import math
 import netrc
 import os
 import time
@@ -23,6 +24,7 @@ from av.stream import Disposition
 from av.video.reformatter import ColorRange, VideoReformatter
 
 from components.common.contracts.errors import EngineryError, UserError, shortened, shown
+from components.common.contracts.foreign import MAX_ASPECT_RATIO
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -242,7 +244,8 @@ class OpenVideo:
                 continue
             self.num_corrupt += packet.is_corrupt or any(frame.is_corrupt for frame in decoded)
             for frame in decoded:
-                if frame.width * frame.height > _MAX_PIXELS:
+                sides = frame.width, frame.height
+                if math.prod(sides) > _MAX_PIXELS or max(sides) > MAX_ASPECT_RATIO * min(sides):
                     self.num_corrupt += 1
                 else:
                     yield frame

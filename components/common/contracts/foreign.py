@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how the text begins that Git LFS has in a file's place
 MAX_FILE_BYTES = 1 << 29  # of an image file; more is not read into memory
 MAX_PIXELS = 100_000_000  # of an image, which may have few bytes, and takes 8 for each while it is decoded
+MAX_ASPECT_RATIO = 100  # of an image: scaled by its shorter side, 60,000 x 1 pixels of 100 bytes would take 15 GB
 _MAX_YAML_BYTES = 1 << 16  # which may take PyYAML seconds
 _MAX_YAML_LENGTH = 10**6  # characters, written out
 _MAX_HEADER_BYTES = 1 << 14  # of an array

@@ -1,5 +1,6 @@
 """The files that Pillow, which checks images, and DALI, which decodes them later, read alike; PNG of the others."""
 
+import re
 import struct
 import warnings
 import zlib
@@ -10,7 +11,7 @@ from typing import NamedTuple
 from PIL import Image, UnidentifiedImageError
 
 from components.common.contracts.errors import UserError
-from components.common.contracts.foreign import LFS_POINTER, MAX_PIXELS
+from components.common.contracts.foreign import LFS_POINTER, MAX_ASPECT_RATIO, MAX_PIXELS
 from components.common.data.image_files import TIFF_MODES, encode_image, open_image, orientation, upright_rgb
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -19,6 +20,8 @@ _ENTRY_BYTES = 12
 _ORIENTATION = 0x0112
 _TURNED = range(2, 9)
 _WEBP_FLAGS, _WEBP_HAS_EXIF = 20, 0x08  # place and bit
+_MAX_SCANS = 100  # of a JPEG, as libtiff allows: each of some bytes passes over the whole picture; encoders write 10
+_MARKER = re.compile(rb"\xff+([^\x00\x01\xd0-\xd7\xff])")  # with a length behind it
 # Bytes of one value by the type's number.
 _BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4}
 _SHORT, _TEXT, _RATIONAL = 3, 2, 5
@@ -195,6 +198,22 @@ def jpeg_segments(data: bytes) -> Iterator[tuple[int, int]]:
             position += 2 + int.from_bytes(data[position + 2 : position + 4])
 
 
+def check_scans(image_format: str, data: bytes) -> None:
+    """See that decoding ends.
+
+    Raises:
+        Rejected: a JPEG has too many scans before its end.
+    """
+    if image_format not in ("JPEG", "MPO") or data.count(b"\xff\xda") <= _MAX_SCANS:
+        return
+    num_scans, position = 0, 2
+    while (found := _MARKER.search(data, position)) and found[1] != b"\xd9":  # behind which other files may lie
+        num_scans += found[1] == b"\xda"
+        position = found.end() + int.from_bytes(data[found.end() : found.end() + 2])
+    if num_scans > _MAX_SCANS:
+        raise Rejected(f"damaged: {num_scans:,} scans, and a JPEG may have {_MAX_SCANS}")
+
+
 def webp_chunks(data: bytes) -> Iterator[tuple[bytes, int]]:
     """The kind of each chunk and its bytes, as far as they are whole."""
     position = 12  # after RIFF, a length and WEBP
@@ -233,9 +252,12 @@ def decode(data: bytes, max_pixels: int) -> tuple[str, Image.Image]:
         image = open_image(data)
         if image.width * image.height > max_pixels:
             raise Rejected(f"{image.width}x{image.height} has more than max_pixels = {max_pixels} pixels")
+        if max(image.size) > MAX_ASPECT_RATIO * min(image.size):
+            raise Rejected(f"{image.width}x{image.height} has a side of more than {MAX_ASPECT_RATIO} times the other")
         if image.format == "TIFF" and image.mode not in TIFF_MODES:
             raise Rejected(f"TIFF of mode {image.mode} is not supported; convert it to 8 bits per channel")
         check_structure(str(image.format), data)
+        check_scans(str(image.format), data)
         image.load()
         check_exif(image.info.get("exif", b""))
         extension = EXTENSIONS[str(image.format)] if is_read_alike(image, data) else ""
@@ -292,6 +314,13 @@ def check_encoded(data: bytes, name: str) -> tuple[bytes, int]:
                     f"{name} is too large: {num_pixels:,} pixels, at most {MAX_PIXELS:,} are taken; make it smaller",
                     code="image-too-large",
                 )
+            if max(image.size) > MAX_ASPECT_RATIO * min(image.size):
+                raise UserError(
+                    f"{name} has {image.width}x{image.height} pixels, and a side may be up to {MAX_ASPECT_RATIO} times "
+                    "as long as the other; crop it",
+                    code="image-too-long",
+                )
+            check_scans(str(image.format), data)
             image.load()
             is_alike = EXTENSIONS[str(image.format)] and is_read_alike(image, data)
             return (data if is_alike else as_png(upright_rgb(image)), num_pixels)

@@ -331,8 +331,10 @@ def test_what_no_frame_can_be_decoded_of_is_a_problem(run_analysis: Analyze, tmp
     monkeypatch.setattr("components.analyze.videos._MAX_PIXELS", 96 * 128)
     good = write_video(tmp_path / "good.mp4", digit_frames(per_digit=1))
     large = write_video(tmp_path / "large.mp4", digit_frames((98, 128), per_digit=1))
-    streams = run_analysis(good, large).manifest.streams
-    assert [(stream.num_labelled, "larger than 8K" in stream.problem) for stream in streams] == [(4, False), (0, True)]
+    long = write_video(tmp_path / "long.mkv", [np.zeros((2, 202, 3), np.uint8)], "ffv1")
+    streams = run_analysis(good, large, long).manifest.streams
+    expected = [(4, False), (0, True), (0, True)]
+    assert [(stream.num_labelled, "larger than 8K" in stream.problem) for stream in streams] == expected
 
 
 def test_a_reader_that_fails_ends_all(tmp_path: Path) -> None:

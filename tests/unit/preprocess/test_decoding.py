@@ -39,6 +39,7 @@ BAD = {
     "marker.jpg": "damaged: no JPEG marker at byte",
     "wide.tif": "TIFF of mode I is not supported",
     "huge.png": "3000x2000 has more than max_pixels = 1000000 pixels",
+    "long.png": "1x101 has a side of more than 100 times the other",
 }
 
 
@@ -57,6 +58,7 @@ def with_bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "marker.jpg").write_bytes(jpeg[:quantization] + b"\x11" + jpeg[quantization + 1 :])
     Image.fromarray(np.full((20, 20), 70000, np.int32)).save(folder / "wide.tif")
     Image.new("RGB", (3000, 2000)).save(folder / "huge.png")
+    Image.new("RGB", (1, 101)).save(folder / "long.png")
     return root
 
 
@@ -78,10 +80,10 @@ def test_more_bad_files_than_may_be_left_out(with_bad_files: Path, tmp_path: Pat
         output = tmp_path / setting
         with refuses("unusable-files", f"preprocess.{setting}") as caught:
             preprocess(with_bad_files, output, **{setting: value})
-        assert str(caught.value).startswith("7 of 32 files are no usable image")
+        assert str(caught.value).startswith("8 of 33 files are no usable image")
         assert set(rejected(output)) == {f"bad/{name}" for name in BAD if name != "huge.png"}
         assert not (output / "manifest.json").exists()
-    preprocess(with_bad_files, tmp_path / "at_the_border", max_bad_fraction=7 / 32)
+    preprocess(with_bad_files, tmp_path / "at_the_border", max_bad_fraction=8 / 33)
     root = write_tree(tmp_path / "images", {"train/a": 2, "train/b": 2, "val/a": 0, "val/b": 0})
     for name in ("a", "b"):
         (root / "val" / name / "x.jpg").write_text("no image")
@@ -340,6 +342,19 @@ def test_an_image_too_large_for_memory_is_refused_by_its_header() -> None:
         check_encoded(bytes(png), "x")
     with pytest.raises(Rejected, match="10001x10000 has more than max_pixels"):
         decode(bytes(png), PreprocessConfig(data="x").max_pixels)
+
+
+def test_a_jpeg_whose_picture_is_passed_over_again_and_again() -> None:
+    """Hundred thousand scans of 40 bytes take many minutes; a file behind the picture may hold anything."""
+    data = encode_image(gradient(480, 640), "JPEG", progressive=True)
+    first = data.index(b"\xff\xda")
+    hidden = b"\xff\xfe\0\4\xff\xd9"  # a comment
+    data, behind = data[:first] + hidden + data[first : first + 40] * 100 + data[first:], data + b"\xff\xda" * 200
+    with refuses("damaged-image"):
+        check_encoded(data, "x")
+    with pytest.raises(Rejected, match="110 scans"):
+        decode(data, max_pixels=10**6)
+    assert check_encoded(behind, "x")[0] == behind
 
 
 TAKEN = {"JPEG", "MPO", "PNG", "WEBP", "BMP", "TIFF"}

@@ -62,6 +62,7 @@ TOO_LONG = ("IMAGE", "BYTES", [1, 1], struct.pack("<I", 1000) + b"abc")
         (of_image(b"\xff\xd8" + b"\xa5" * 1000), "", "image 0 is not an image"),
         (of_image(bomb_png(30_000, 30_000)), "", "image 0 is too large: at most 100,000,000 pixels are taken"),
         (of_image(bomb_png(10_001, 10_000)), "", "image 0 is too large: 100,010,000 pixels"),
+        (of_image(picture((101, 1), "PNG")), "", "image 0 has 101x1 pixels"),  # which would be made larger
         (("IMAGE", "BYTES", [3, 1], encoded([picture(), picture(form="PNG"), b"text"])), "", "image 2 is not an image"),
         (("IMAGE", "FP32", [1, 1], bytes(4)), "", "data-type is 'FP32', but model 'digits' expects 'BYTES'"),
         (("IMAGE", "BYTES", [1], encoded([b"abc"])), "", "Expected [-1,1], got [1]"),
