@@ -363,8 +363,9 @@ def _select(
     )
     method = search.choose_method()
     if chooses_blocks := chooser.on_cpu and config.mixed_engines > 0:  # in time that accuracy does not get
-        wanted_s = 2 * (_PLACEMENT_S + config.mixed_engines * search.pass_s)
-        search.deadline -= min(wanted_s, (deadline - time.monotonic()) / 2)
+        needed_s = _PLACEMENT_S + config.mixed_engines * search.pass_s
+        half_s = (deadline - time.monotonic()) / 2
+        search.deadline -= min(2 * needed_s, half_s) if half_s >= needed_s else 0
     if search.num_images < min(samples.num_images, NUM_SELECTION_IMAGES):
         chooser.log.note(
             f"FP32 is slow here: INT8 is measured on {search.num_images:,} of {samples.num_images:,} images, to end in "

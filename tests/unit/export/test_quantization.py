@@ -179,15 +179,20 @@ def test_auto_tries_every_method_and_records_all(export):
     assert all(trial.agreement_pct is not None for trial in placement.trials)
 
 
-def test_a_search_for_accuracy_leaves_time_for_speed(export, monkeypatch):
+@pytest.mark.parametrize(("placement_s", "leaves_time"), [(1.0, True), (100.0, False)])
+def test_a_search_for_accuracy_leaves_time_for_speed_if_that_is_enough(export, monkeypatch, placement_s, leaves_time):
+    found = []
+
     def take_all_time(search: Selection, *_: object) -> tuple[str, ...]:
-        time.sleep(max(0.0, search.deadline - time.monotonic()))
+        found.append((search, search.deadline))
+        time.sleep(max(0.0, search.deadline - time.monotonic()) if leaves_time else 0.0)
         return ()
 
     monkeypatch.setattr(Selection, "exclude_layers", take_all_time)
-    monkeypatch.setattr(quantization, "_PLACEMENT_S", 1.0)
+    monkeypatch.setattr(quantization, "_PLACEMENT_S", placement_s)
     bundle, lines = export(search_seconds=8.0, mixed_engines=1)
-    assert bundle.manifest.placement is not None, lines
+    ((search, deadline),) = found
+    assert (search.deadline > deadline, bundle.manifest.placement is not None) == (leaves_time, leaves_time), lines
 
 
 def test_smoothing_is_chosen_where_channels_have_outliers(export, tmp_path):
