@@ -517,7 +517,7 @@ def placement_sentences(report: Report) -> list[str]:
         + (f", which take {number(share, 1)} % of the time." if share is not None else ".")
     ]
     if chosen is everywhere:
-        sentences.append("No mixture of both that was tried is faster than INT8 everywhere.")
+        sentences.append("No mixture that was tried holds the budget and is clearly faster than INT8 everywhere.")
     over = [(reference, reference.name), (everywhere, "INT8 everywhere")]
     ratios = [f"{chosen.images_per_s / other.images_per_s:.2f}x {name}" for other, name in over if other is not chosen]
     sentences.append(f"Throughput of the chosen candidate, in turns: {' and '.join(ratios)}.")

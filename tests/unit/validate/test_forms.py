@@ -28,7 +28,14 @@ from components.common.contracts.records import (
 from components.common.contracts.statistics import drop_upper
 from components.common.contracts.verdict import CHECKS, Thresholds
 from components.validate.report import write_report
-from components.validate.report_text import megabytes, next_steps, number, selection_facts, signed
+from components.validate.report_text import (
+    megabytes,
+    next_steps,
+    number,
+    placement_sentences,
+    selection_facts,
+    signed,
+)
 from components.validate.schema import Report
 from tests.unit.measurements import updated
 
@@ -363,6 +370,15 @@ def test_after_an_fp32_score_of_nothing_calibration_is_no_remedy(reports: dict[s
 def test_every_check_of_the_gate_has_a_remedy(reports: dict[str, Report]) -> None:
     assert {row[0] for row in REMEDIES} == set(CHECKS)
     assert next_steps(updated(reports["ten classes"], "verdict", passed=True, checks=())) == []
+
+
+def test_a_mixture_that_was_faster_and_not_chosen_is_not_called_slower(reports: dict[str, Report]) -> None:
+    report = next(iter(reports.values()))
+    assert report.placement is not None
+    trials = tuple(trial.model_copy(update={"chosen": trial.name == "INT8"}) for trial in report.placement.trials)
+    placement = report.placement.model_copy(update={"trials": trials})
+    said = " ".join(placement_sentences(report.model_copy(update={"placement": placement})))
+    assert "holds the budget and is clearly faster" in said
 
 
 def test_the_number_of_images_decides(reports: dict[str, Report]) -> None:
