@@ -16,6 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, MaxNLocator, NullLocator
 
 from components.common.contracts.manifests import write_atomically
+from enginery.formats import range_text
 
 SOURCE = 'whitepaper "NVIDIA deep learning platform", 2018'
 _PUBLISHED = Path(__file__).with_name("whitepaper.csv")
@@ -101,7 +102,7 @@ def cells(row: Row) -> tuple[str, ...]:
         "" if row.power_w is None else f"{row.power_w:,.1f}",
         "" if per_w is None else f"{per_w:,.2f}",
         f"{row.latency_ms:,.2f}",
-        "" if row.cost is None else f"{row.cost:,.3g}",
+        "" if row.cost is None else range_text([row.cost], ",.3g"),
     )
 
 

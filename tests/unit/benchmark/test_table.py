@@ -117,6 +117,7 @@ def test_markdown():
     with_cost = markdown([row(cost=1.2345)], [], "")
     assert ("per million images" in with_cost, "Other devices" in with_cost) == (True, False)
     assert with_cost.rstrip().endswith("| 1.23 |")
+    assert markdown([row(cost=1234.5)], [], "").rstrip().endswith("| 1,234 |")
 
 
 def test_csv_keeps_all_digits():
