@@ -1,14 +1,12 @@
 """Numbers, sizes and times as people read them, and where they read."""
 
-import json
 import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from pydantic import BaseModel
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
@@ -16,6 +14,9 @@ from rich.segment import Segment
 from rich.table import Table
 
 from components.common.contracts.errors import shown
+
+if TYPE_CHECKING:  # commands that print no record start without it
+    from pydantic import BaseModel
 
 _UNWRAPPED = 10_000  # columns
 
@@ -102,6 +103,6 @@ def echo(text: str, **options: Any) -> None:
     click.echo(shown(text), **options)
 
 
-def echo_json(record: BaseModel) -> None:
+def echo_json(record: "BaseModel") -> None:
     """A record as JSON in ASCII: what is foreign in it reaches the terminal escaped."""
-    click.echo(json.dumps(json.loads(record.model_dump_json()), indent=1))
+    click.echo(record.model_dump_json(indent=1, ensure_ascii=True))

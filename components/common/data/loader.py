@@ -376,13 +376,10 @@ class Loader:
             _reader(dataset, info, self._training, shard_id * num_pipelines + share, num_shards * num_pipelines)
             for share in range(num_pipelines)
         ]
+        decoder_id = device_id if decode_on == "gpu" else None
         statistics = dataset.manifest.image_statistics
         decoder = decoder_options(
-            statistics,
-            batch_size,
-            num_pipelines,
-            device_id=device_id if decode_on == "gpu" else None,
-            hw_decoder_load=hw_decoder_load,
+            statistics, batch_size, num_pipelines, device_id=decoder_id, hw_decoder_load=hw_decoder_load
         )
         num_threads = max(1, (num_threads or num_cores()) // num_pipelines)
         options = {"batch_size": batch_size, "num_threads": num_threads, "device_id": device_id}
@@ -420,8 +417,8 @@ class Loader:
         # DALI keeps every thread from running while it opens the shards, so see first whether they answer.
         self._watched(lambda: _open_all(readers[0]))
         self._watched(lambda: _check_indexes(dataset, split))
-        if device_id is not None and decode_on == "gpu":
-            self._watched(lambda: _keep_decoders(device_id))
+        if decoder_id is not None:
+            self._watched(lambda: _keep_decoders(decoder_id))
         for share in range(num_pipelines):
             self._iterators.append(self._watched(partial(build, share)))
 
