@@ -282,7 +282,7 @@ class StepProfiler:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(activities=activities)
+        self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()
 
     def after_step(self) -> None:
