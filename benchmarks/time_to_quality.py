@@ -7,6 +7,7 @@
 Recipes take turns, seed by seed, each training a process of its own. Before, each trains an epoch on images of each of
 its sizes, which fills torch.compile's cache: compiling is not to decide short trainings. To find recipes many are
 trained --at-once, spread over the GPUs: with more than one on a GPU their accuracy counts, and their seconds do not.
+Without --target the first recipe's trainings come first, to their end; the target is a point below the worst of them.
 `fused_norm=false` in a recipe leaves out kernels of our own.
 """
 
@@ -64,7 +65,7 @@ def _split(text: str) -> list[str]:
 def trained(
     settings: dict[str, Any], dataset: Path, output: Path, *, gpu: str | None, cores: set[int], limit_s: float
 ) -> dict[str, Any]:
-    """Train in a process of its own. Returns seconds and epochs to the target, None where it was missed."""
+    """Train in a process of its own. Returns top-1 and seconds by epoch."""
     config = output.with_suffix(".yaml")
     given = {key: value for key, value in settings.items() if key != "fused_norm"}
     write_atomically(config, yaml.safe_dump(given).encode())
@@ -86,15 +87,21 @@ def trained(
         return {"failed": (output.with_suffix(".log").read_text(errors="replace").strip().splitlines() or [""])[-1]}
     manifest = load(output, CheckpointManifest).manifest
     top1 = [epoch.val_score_pct or 0.0 for epoch in manifest.history]
-    found = {name: manifest.metrics.get(name) for name in ("seconds_to_target", "epochs_to_target")}
     rates = [epoch.train_images_per_s for epoch in manifest.history]
     elapsed = [epoch.elapsed_s for epoch in manifest.history]
-    compiling = compile_seconds(settings, dataset, rates)
-    if found["epochs_to_target"]:
-        found["compile_seconds_to_target"] = sum(compiling[: int(found["epochs_to_target"])])
-    found |= {"best_top1_pct": max(top1), "last_top1_pct": top1[-1], "num_epochs": len(top1)}
-    found |= {"images_per_s": rates, "top1_pct": top1, "elapsed_s": elapsed, "gpu": gpu}
+    found = {"best_top1_pct": max(top1), "last_top1_pct": top1[-1], "num_epochs": len(top1), "gpu": gpu}
+    found |= {"images_per_s": rates, "top1_pct": top1, "elapsed_s": elapsed}
+    found["compile_seconds"] = compile_seconds(settings, dataset, rates)
     return found | {"wall_s": round(time.monotonic() - began, 1)}
+
+
+def to_target(run: dict[str, Any], target: float) -> dict[str, float]:
+    """Seconds and epochs to the target, with those of compiling; nothing where it was missed."""
+    epochs = next((number for number, top1 in enumerate(run["top1_pct"], 1) if target and top1 >= target), None)
+    if epochs is None:
+        return {}
+    seconds, compiling = run["elapsed_s"][epochs - 1], sum(run["compile_seconds"][:epochs])
+    return {"seconds_to_target": seconds, "epochs_to_target": epochs, "seconds_to_target_compiled": seconds - compiling}
 
 
 def compile_seconds(settings: dict[str, Any], dataset: Path, rates: list[float]) -> list[float]:
@@ -111,7 +118,7 @@ def compile_seconds(settings: dict[str, Any], dataset: Path, rates: list[float])
 
 @click.command()
 @click.option("--dataset", required=True, type=click.Path(exists=True, path_type=Path), help="What preprocess wrote.")
-@click.option("--target", required=True, type=float, help="Top-1 on validation images, in per cent; 0 for none.")
+@click.option("--target", type=float, help="Top-1 on validation images, in per cent; 0 for none.")
 @click.option(
     "--recipe", "recipes", required=True, multiple=True, help="NAME=FILE[,KEY=VALUE...]; first, the baseline."
 )
@@ -124,7 +131,7 @@ def compile_seconds(settings: dict[str, Any], dataset: Path, rates: list[float])
 @result_options
 def main(
     dataset: Path,
-    target: float,
+    target: float | None,
     recipes: tuple[str, ...],
     seeds: str,
     at_once: int,
@@ -159,12 +166,12 @@ def main(
             free.put((gpu, own_cores))
 
     def measure(seed: int, recipe: str) -> None:
-        given = {**settings[recipe], "seed": seed, "target_score_pct": target, "validation_epochs": 1}
+        given = {**settings[recipe], "seed": seed, "target_score_pct": target or 0, "validation_epochs": 1}
         run = {"recipe": recipe, "seed": seed, **train(given, f"{recipe}-{seed}")}
         with writing:
             runs.append(run)
             print(run, flush=True)
-            write(name, target, recipes, list(settings), seeds, at_once / len(places), warm, runs, results)
+            write(name, target or 0, recipes, list(settings), seeds, at_once / len(places), warm, runs, results)
 
     with ThreadPoolExecutor(at_once) as pool:
         if warm:
@@ -174,6 +181,11 @@ def main(
                 epochs.append({**own, "image_sizes": sizes, "epochs": max(1, len(sizes))})
             list(pool.map(train, epochs, [f"{recipe}-warm" for recipe in settings]))
         each = list(itertools.product(map(int, seeds.split(",")), settings))
+        if target is None:
+            baseline = next(iter(settings))
+            list(pool.map(measure, *zip(*(pair for pair in each if pair[1] == baseline), strict=True)))
+            target = min(run["best_top1_pct"] for run in runs if "failed" not in run) - 1
+            each = [pair for pair in each if pair[1] != baseline]
         list(pool.map(measure, *zip(*each, strict=True)))
 
 
@@ -195,14 +207,12 @@ def write(
         for key in ("best_top1_pct", "last_top1_pct"):
             if own:
                 measures[f"{key}_{recipe}"] = statistics.median(run[key] for run in own)
-        reached = [run for run in own if run["seconds_to_target"] is not None]
+        reached = [found for run in own if (found := to_target(run, target))]
         if target:
             measures[f"reached_{recipe}"] = len(reached)
         if reached and len(reached) == len(own):
-            for key in ("seconds_to_target", "epochs_to_target"):
-                measures[f"{key}_{recipe}"] = statistics.median(run[key] for run in reached)
-            compiled = [run["seconds_to_target"] - run["compile_seconds_to_target"] for run in reached]
-            measures[f"seconds_to_target_compiled_{recipe}"] = statistics.median(compiled)
+            for key in reached[0]:
+                measures[f"{key}_{recipe}"] = statistics.median(found[key] for found in reached)
     baseline, *others = names
     cache = "from a filled cache" if warm else "included"
     for recipe, kind in itertools.product(others, ("", "_compiled")):
