@@ -376,7 +376,9 @@ def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path, capsys: py
     lines = "0 0.5 0.5 0.25 0.5\n7 0.5 0.5 0.1 0.1\n1 0.5 0.5\n1 nan 0.5 0.1 0.1\n1 0.25 0.25 0.75 0.25 0.75 0.75\n"
     lines += "1 32 24 16 10\n0 0.50 0.5 0.25 0.5\n"
     (tmp_path / "yolo" / "labels" / "train" / "b.txt").write_text(lines, encoding="utf-8")
-    (tmp_path / "yolo" / "labels" / "train" / "gone.txt").write_text("0 0.5 0.5 1 1\n", encoding="utf-8")
+    gone = ("labels/train/gone.txt", "labels/valid/d.txt")  # the other in a folder of no image
+    (tmp_path / "yolo" / "labels" / "val").rename(tmp_path / "yolo" / "labels" / "valid")
+    (tmp_path / "yolo" / gone[0]).write_text("0 0.5 0.5 1 1\n", encoding="utf-8")
     found = packed(tmp_path / "yolo", tmp_path / "y", max_bad_fraction=0.9)
     assert objects(found)["b"] == [[24, 12, 40, 36, 0, 0], [16, 12, 48, 36, 1, 0]]
     assert [reason for _, reason, _ in problems(found)] == [
@@ -386,7 +388,7 @@ def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path, capsys: py
         "listed twice",
         "unknown class",
     ]
-    assert rejected(found.path)["labels/train/gone.txt"] == "labels of an image that is not there"
+    assert rejected(found.path) == dict.fromkeys(gone, "labels of an image that is not there")
 
 
 def test_whole_numbers_that_a_table_wrote_as_floats_are_ids_and_sides(tmp_path: Path) -> None:
@@ -579,14 +581,6 @@ def test_without_objects_the_reason_that_files_were_refused_for_is_named(tmp_pat
         packed(tmp_path / "voc", tmp_path / "x")
 
 
-@pytest.mark.parametrize("names", ["{0: cat, 7: dog}", "cat", "5", "{0: , 1: dog}"])
-def test_names_of_yolo_that_do_not_number_the_classes_are_refused(names: str, tmp_path: Path) -> None:
-    write_yolo(tmp_path / "data")
-    (tmp_path / "data" / "data.yaml").write_text(f"names: {names}\n", encoding="utf-8")
-    with refuses("damaged-annotations"):
-        packed(tmp_path / "data", tmp_path / "x")
-
-
 @pytest.mark.parametrize(("train", "val"), [("train", "val"), ("Training", "Validation"), ("", "val")])
 @pytest.mark.parametrize("format_name", ["coco", "voc", "yolo"])
 def test_the_folders_of_images_split_them_where_their_annotations_do_not(
@@ -747,41 +741,43 @@ def test_splits_of_yolo_are_those_of_its_yaml_file(text: str, every: str, val: s
     assert set.union(*found.values()) == set(every)
 
 
-def test_files_that_name_the_classes_of_yolo_in_two_ways(tmp_path: Path) -> None:
+OTHERS_YAML = {"coco.yaml": "names: [person, bicycle, car]\n", "a.yaml": "names: [dog, cat]\n"}
+OWN_YAML = "train: images/train\nnames: {0: cat, 1: dog}\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"labels/classes.txt": "dog\nperson\n"}, CLASSES),  # LabelImg's own
+        ({"labels/classes.txt": "dog\nperson\n", "classes.txt": "dog\ncat\n"}, "other-classes"),
+        ({**OTHERS_YAML, "a.yaml": "names: 5\n"}, CLASSES),  # beside data.yaml they are not read
+        ({**OTHERS_YAML, "data.yaml": None}, "other-classes"),
+        ({**OTHERS_YAML, "data.yaml": None, "coco.yaml": f"names: [a, b]\n#{' ' * (1 << 19)}\n"}, ("dog", "cat")),
+        *(
+            ({"data.yaml": None, "mine.yaml": OWN_YAML, "hyp.yaml": f"value: {value}\n"}, CLASSES)
+            for value in ("!!bool x", "!!timestamp x", "!!int ''", "1:" * 400 + "1.5")  # which break YAML's parser
+        ),
+        ({"data.yaml": "names: [no, 010]\n", "classes.txt": "no\n010\n"}, ("no", "010")),  # no text for YAML
+        *(
+            ({"data.yaml": f"names: {names}\n"}, "damaged-annotations")  # which do not number the classes
+            for names in ("{0: cat, 7: dog}", "cat", "5", "{0: , 1: dog}")
+        ),
+    ],
+)
+def test_files_that_name_the_classes_of_yolo(
+    files: dict[str, str | None], expected: str | tuple[str, ...], tmp_path: Path
+) -> None:
     write_yolo(tmp_path / "data")
-    (tmp_path / "data" / "labels" / "classes.txt").write_text("dog\nperson\n", encoding="utf-8")  # LabelImg's own
-    assert packed(tmp_path / "data", tmp_path / "x").manifest.classes == CLASSES
-    (tmp_path / "data" / "classes.txt").write_text("dog\ncat\n", encoding="utf-8")
-    with refuses("other-classes"):
-        packed(tmp_path / "data", tmp_path / "y")
-
-
-def test_other_yaml_files_beside_that_of_yolo_are_not_read(tmp_path: Path) -> None:
-    write_yolo(tmp_path / "data")
-    (tmp_path / "data" / "coco.yaml").write_text("names: [person, bicycle, car]\n", encoding="utf-8")
-    (tmp_path / "data" / "a.yaml").write_text("names: 5\n", encoding="utf-8")
-    assert packed(tmp_path / "data", tmp_path / "x").manifest.classes == CLASSES
-    (tmp_path / "data" / "data.yaml").unlink()
-    (tmp_path / "data" / "a.yaml").write_text("names: [dog, cat]\n", encoding="utf-8")
-    with refuses("other-classes"):
-        packed(tmp_path / "data", tmp_path / "y")
-    (tmp_path / "data" / "coco.yaml").write_text(f"names: [a, b]\n#{' ' * (1 << 19)}\n", encoding="utf-8")
-    assert packed(tmp_path / "data", tmp_path / "z").manifest.classes == ("dog", "cat")
-
-
-@pytest.mark.parametrize("value", ["!!bool x", "!!timestamp x", "!!int ''", "1:" * 400 + "1.5"])
-def test_yaml_that_breaks_its_parser(value: str, tmp_path: Path) -> None:
-    write_yolo(tmp_path / "data")
-    (tmp_path / "data" / "data.yaml").rename(tmp_path / "data" / "mine.yaml")
-    (tmp_path / "data" / "hyp.yaml").write_text(f"value: {value}\n", encoding="utf-8")
-    assert packed(tmp_path / "data", tmp_path / "x").manifest.classes == CLASSES
-
-
-def test_classes_of_yolo_that_yaml_takes_for_no_text(tmp_path: Path) -> None:
-    write_yolo(tmp_path / "data")
-    (tmp_path / "data" / "data.yaml").write_text("names: [no, 010]\n", encoding="utf-8")
-    (tmp_path / "data" / "classes.txt").write_text("no\n010\n", encoding="utf-8")
-    assert packed(tmp_path / "data", tmp_path / "x").manifest.classes == ("no", "010")
+    for name, text in files.items():
+        if text is None:
+            (tmp_path / "data" / name).unlink()
+        else:
+            (tmp_path / "data" / name).write_text(text, encoding="utf-8")
+    if isinstance(expected, str):
+        with refuses(expected):
+            packed(tmp_path / "data", tmp_path / "x")
+    else:
+        assert packed(tmp_path / "data", tmp_path / "x").manifest.classes == expected
 
 
 def test_names_of_yolo_that_hold_one_another_many_times(tmp_path: Path) -> None:
@@ -813,13 +809,6 @@ def test_boxes_of_poses_are_without_their_keypoints(keypoints: str, tmp_path: Pa
     found = objects(packed(tmp_path / "data", tmp_path / "x"))
     for name, boxes in OBJECTS.items():
         np.testing.assert_allclose(np.reshape(found[name], (-1, 6)), np.reshape(boxes, (-1, 6)), atol=0.01)
-
-
-def test_labels_of_yolo_in_a_folder_of_no_image_are_named(tmp_path: Path) -> None:
-    write_yolo(tmp_path / "data")
-    (tmp_path / "data" / "labels" / "val").rename(tmp_path / "data" / "labels" / "valid")
-    found = packed(tmp_path / "data", tmp_path / "x", max_bad_fraction=0.9)
-    assert rejected(found.path) == {"labels/valid/d.txt": "labels of an image that is not there"}
 
 
 def test_loops_of_links_between_images_and_annotations_end(tmp_path: Path) -> None:

@@ -272,21 +272,27 @@ def test_the_name_is_the_file_s_or_the_architecture_s(promote: Any, registry: Re
         assert registry.aliases(name)["champion"] == "1"
 
 
+FILE: tuple[str, dict[str, Any]] = ("/a/resnet18.onnx", {})
+ENGINES_OF_A_FILE: tuple[str, dict[str, Any]] = ("", {"digest": "a bundle of another machine"})
+TRAINED_HERE: tuple[str, dict[str, Any]] = ("", {"digest": "trained", **TRAINED})
+
+
 @pytest.mark.parametrize(
-    ("name", "source", "model", "said"),
+    ("name", "first", "other", "said"),
     [
-        ("mine", "/b/model.onnx", {"architecture": "vgg16"}, "architecture: resnet18 there, vgg16 here)"),
-        ("mine", "/a/model.onnx", {"classes": ("a", "c")}, "another class list)"),
-        ("", "/b/model.onnx", {"digest": "other"}, "source file: /a/model.onnx there, /b/model.onnx here)"),
+        ("mine", FILE, ("/b/model.onnx", {"architecture": "vgg16"}), "architecture: resnet18 there, vgg16 here)"),
+        ("mine", FILE, ("/a/model.onnx", {"classes": ("a", "c")}), "another class list)"),
+        ("", FILE, ("/b/resnet18.onnx", {"digest": "other"}), "file: /a/resnet18.onnx there, /b/resnet18.onnx here)"),
+        *(("", *two, "") for two in itertools.permutations([FILE, ENGINES_OF_A_FILE, TRAINED_HERE], 2)),
     ],
 )
 def test_another_model_is_refused(
-    promote: Any, registry: Registry, name: str, source: str, model: Any, said: str
+    promote: Any, registry: Registry, name: str, first: Any, other: Any, said: str
 ) -> None:
-    promote("/a/model.onnx", name)
+    promote(first[0], name, **first[1])
     with refuses("name-taken", "registered_model", says=said):
-        promote(source, name, **model)
-    assert len(registry.versions(name or "model")) == 1
+        promote(other[0], name, **other[1])
+    assert len(registry.versions(name or "resnet18")) == 1
 
 
 def test_another_model_that_is_allowed_has_a_version_of_its_own_from_then_on(promote: Any) -> None:
@@ -295,25 +301,6 @@ def test_another_model_that_is_allowed_has_a_version_of_its_own_from_then_on(pro
     assert "champion" in promote("/b/model.onnx", "mine", settings={"allow_other_model": True}, **other)
     assert "version 3" in promote("/b/model.onnx", "mine", **other)
     assert "version 4" in promote("/a/model.onnx", "mine")
-
-
-FILE: tuple[str, dict[str, Any]] = ("/a/resnet18.onnx", {})
-ENGINES_OF_A_FILE: tuple[str, dict[str, Any]] = ("", {"digest": "a bundle of another machine"})
-TRAINED_HERE: tuple[str, dict[str, Any]] = ("", {"digest": "trained", **TRAINED})
-
-
-@pytest.mark.parametrize("models", list(itertools.permutations([FILE, ENGINES_OF_A_FILE, TRAINED_HERE], 2)))
-def test_files_engines_and_trained_networks_share_no_name(promote: Any, registry: Registry, models: Any) -> None:
-    (source, model), (other_source, other) = models
-    promote(source, **model)
-    with refuses("name-taken", "registered_model"):
-        promote(other_source, **other)
-    assert len(registry.versions("resnet18")) == 1
-
-
-def test_engines_of_what_was_trained_join_its_name(promote: Any) -> None:
-    promote("", digest="trained", **TRAINED)
-    assert "resnet18 version 2" in promote("", digest="a bundle of another machine", **TRAINED)
 
 
 def test_engines_built_again_open_no_name_to_another_source(promote: Any, registry: Registry) -> None:
@@ -327,15 +314,15 @@ def test_engines_built_again_open_no_name_to_another_source(promote: Any, regist
 
 
 @pytest.mark.parametrize(
-    ("name", "others"),
+    ("name", "first", "others"),
     [
-        ("model", [("/moved/model.onnx", {}), ("/a/model.onnx", {"split": "two"})]),
-        ("model", [("/a/model.onnx", {"digest": "trained again"})]),
-        ("mine", [("/b/model.onnx", {"digest": "other"})]),
+        ("", FILE, [("/moved/resnet18.onnx", {}), ("/a/resnet18.onnx", {"split": "two"})]),
+        ("", FILE, [("/a/resnet18.onnx", {"digest": "trained again"})]),
+        ("", TRAINED_HERE, [("", {"digest": "a bundle of another machine", **TRAINED})]),
+        ("mine", FILE, [("/b/model.onnx", {"digest": "other"})]),
     ],
 )
-def test_the_same_model_is_a_new_version(promote: Any, name: str, others: list[tuple[str, Any]]) -> None:
-    chosen = "" if name == "model" else name
-    promote("/a/model.onnx", chosen)
+def test_the_same_model_is_a_new_version(promote: Any, name: str, first: Any, others: list[tuple[str, Any]]) -> None:
+    promote(first[0], name, **first[1])
     for version, (source, model) in enumerate(others, 2):
-        assert f"{name} version {version} registered" in promote(source, chosen, **model)
+        assert f"{name or 'resnet18'} version {version} registered" in promote(source, name, **model)
