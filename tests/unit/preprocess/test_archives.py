@@ -149,13 +149,18 @@ def test_hostile_members_of_a_zip_are_never_read(tmp_path: Path, monkeypatch: py
     }
 
 
-def test_names_of_a_zip_as_windows_and_macos_write_them(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "windows.zip", "w") as packed:
-        for name in ("cat\\0.jpg", "cat\\1.jpg", "dog\\0.jpg", "dog\\1.jpg"):
+def from_windows(file: Path, *names: str) -> Path:
+    with zipfile.ZipFile(file, "w") as packed:
+        for name in names:
             info = zipfile.ZipInfo(name)
             info.create_system = 0
             packed.writestr(info, name)
-    assert paths(find(tmp_path / "windows.zip")) == ["cat/0.jpg", "cat/1.jpg", "dog/0.jpg", "dog/1.jpg"]
+    return file
+
+
+def test_names_of_a_zip_as_windows_and_macos_write_them(tmp_path: Path) -> None:
+    file = from_windows(tmp_path / "windows.zip", "cat\\0.jpg", "cat\\1.jpg", "dog\\0.jpg", "dog\\1.jpg")
+    assert paths(find(file)) == ["cat/0.jpg", "cat/1.jpg", "dog/0.jpg", "dog/1.jpg"]
     names = {b"xx/0": "ä/0", b"xx/1": "ä/1"}  # in UTF-8, but without the flag that says so
     file = write_zip(tmp_path / "macos.zip", {name.decode(): b"image" for name in (*names, b"dog/0", b"dog/1")})
     content = file.read_bytes()
@@ -170,12 +175,7 @@ def test_names_of_a_zip_as_windows_and_macos_write_them(tmp_path: Path) -> None:
 
 
 def test_backslashes_of_a_zip_that_are_halves_of_letters(tmp_path: Path) -> None:
-    file = tmp_path / "japan.zip"
-    with zipfile.ZipFile(file, "w") as packed:
-        for name in ("1111/0", "1111/1", "2222/0", "2222/1", "dog/0", "dog/1"):
-            info = zipfile.ZipInfo(name)
-            info.create_system = 0
-            packed.writestr(info, name)
+    file = from_windows(tmp_path / "japan.zip", "1111/0", "1111/1", "2222/0", "2222/1", "dog/0", "dog/1")
     shift_jis = file.read_bytes()
     for plain, name in ((b"1111", "表紙"), (b"2222", "表面")):  # as Windows writes them, of 4 bytes
         shift_jis = shift_jis.replace(plain + b"/", name.encode("cp932") + b"/")

@@ -59,15 +59,6 @@ def test_a_split_column_is_taken_as_it_is(tmp_path: Path, suffix: str) -> None:
     assert found["val"] == [("x/002.png", 0), ("x/001.png", 1), ("x/005.png", 1)]
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
-@pytest.mark.parametrize("column", ["Split", "subset", "is_valid"])
-def test_a_split_column_of_another_name_is_not_ignored(tmp_path: Path, suffix: str, column: str) -> None:
-    root = write_tree(tmp_path / "images", {"x": 4})
-    rows = [(f"x/00{n}.png", n % 2, "train") for n in range(4)]
-    with refuses("unknown-split-column", says=repr(column)):
-        find(write(root / f"t{suffix}", ("path", "label", column), rows))
-
-
 def test_class_names_file_orders_the_labels_of_a_table(tmp_path: Path) -> None:
     root = write_tree(tmp_path / "images", {"a": 2, "b": 2})
     table = write(root / "t.csv", ("path", "label"), rows_of(root))
@@ -108,6 +99,7 @@ GOOD: Rows = (("a/0.png", "a", "train"), ("b/0.png", "b", "train"), ("a/1.png", 
         (GOOD[0], GOOD[1:], "missing-column", "It names: 'a/0.png', 'a', 'tr"),
         (("path", "class"), (("a", "b"),), "missing-column", "no column 'label'"),
         (("path;label",), (("a;b",),), "missing-column", "It names: 'path;label'"),
+        *(((*HEADER[:2], name), GOOD, "unknown-split-column", repr(name)) for name in ("Split", "subset", "is_valid")),
         (HEADER, (*GOOD, ("b/1.png", "", "val")), "invalid-row", "row 5 has no label"),
         (HEADER, (GOOD[0], ("", "b", "val"), *GOOD), "invalid-row", "row 3 has no path"),
         (HEADER, (*GOOD, ("b/1.png", "b", "")), "invalid-row", "row 5 has no split"),
