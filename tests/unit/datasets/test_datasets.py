@@ -184,15 +184,29 @@ def _histogram(split: int, class_index: int, index: int) -> npt.NDArray[np.float
     return shares
 
 
-def test_the_command_says_what_it_wrote_and_what_comes_next(tmp_path: Path) -> None:
-    directory = tmp_path / "my textures"
-    options = ["--num-classes=2", "--num-train=4", "--num-val=2", "--image-size=32", "--num-workers=1"]
-    first = enginery("data", "textures", directory, *options)
-    assert "6 images in 2 classes are in" in first.stdout
-    assert f"enginery run resnet50 --config textures --data '{directory}'" in first.stdout
-    again = enginery("data", "textures", directory, *options)
-    assert "already holds these 6 images in 2 classes; nothing was written" in again.stdout
-    assert "1,797 images in 10 classes are in" in enginery("data", "digits", tmp_path / "digits").stdout
+@pytest.mark.parametrize(
+    ("kind", "options", "wrote", "recipe"),
+    [
+        (
+            "textures",
+            "--num-classes=2 --num-train=4 --num-val=2 --image-size=32 --num-workers=1",
+            "6 images in 2 classes",
+            "resnet50 --config textures",
+        ),
+        ("shapes", "--num-train=4 --num-val=2 --image-size=32 --num-workers=1", "6 images in 5 classes", ""),
+        ("digits", "", "1,797 images in 10 classes", ""),
+        ("phrases", "--num-pairs=200", "200 pairs of sentences", "translation --config phrases"),
+    ],
+)
+def test_the_command_says_what_it_wrote_and_what_comes_next(
+    kind: str, options: str, wrote: str, recipe: str, tmp_path: Path
+) -> None:
+    command = ("data", kind, tmp_path / "my data", *options.split())
+    first = enginery(*command)
+    assert f"{wrote} are in" in first.stdout
+    assert f"enginery run {recipe}" in first.stdout
+    assert f" --data '{tmp_path / 'my data'}'" in first.stdout
+    assert f"already holds these {wrote}; nothing was written" in enginery(*command).stdout
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """`enginery data phrases`: correct English and German, no pair twice, values that only validation has."""
 
-import json
 import re
 from collections import defaultdict
 from datetime import date
@@ -12,7 +11,7 @@ import pytest
 from enginery.datasets import phrases
 from enginery.datasets.phrases import phrase_pair, write_phrases
 from tests.unit.refusals import refuses
-from tests.unit.registered import enginery, files
+from tests.unit.registered import files
 
 BOOK, APPLE, LAMP = 0, 1, 2
 EURO, DOLLAR, POUND = 0, 1, 2
@@ -204,10 +203,3 @@ def test_numbers_that_no_other_part_has(tmp_path: Path) -> None:
     numbers = [set(re.findall(r"\d[\d.,]{3,}", line)) for line in lines]
     seen = set().union(*numbers[800:])
     assert sum(bool(own - seen) for own in numbers[:800]) > 80
-
-
-def test_the_command(tmp_path: Path) -> None:
-    done = enginery("data", "phrases", tmp_path / "some", "--num-pairs=200")
-    assert "200 pairs of sentences are in" in done.stdout
-    assert "enginery run translation --config phrases --data" in done.stdout
-    assert json.loads((tmp_path / "some/dataset.json").read_text())["num_pairs"] == 200

@@ -1,6 +1,5 @@
 """`enginery data shapes`: boxes and masks are those of the images, and the same for any number of workers."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from PIL import Image
 from pycocotools.coco import COCO
 
 from enginery.datasets.shapes import CLASSES, shape_image, write_shapes
-from tests.unit.registered import enginery, files
+from tests.unit.registered import files
 
 SMALL: dict[str, Any] = {"num_train": 40, "num_val": 10, "image_size": 64, "num_workers": 1}
 
@@ -92,10 +91,3 @@ def test_colours_change_at_the_edges_of_the_mask() -> None:
         at_edges.append(steps[edges])
         elsewhere.append(steps[~edges])
     assert np.concatenate(at_edges).mean() > 3 * np.concatenate(elsewhere).mean()
-
-
-def test_the_command(tmp_path: Path) -> None:
-    options = ["--num-train=4", "--num-val=2", "--image-size=32", "--num-workers=1"]
-    assert "6 images in 5 classes are in" in enginery("data", "shapes", tmp_path / "some", *options).stdout
-    content = json.loads((tmp_path / "some/train/annotations.json").read_text())
-    assert [image["id"] for image in content["images"]] == [0, 1, 2, 3]

@@ -312,6 +312,7 @@ def folder(signed: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("pipeline", "dsseEnvelope.signatures", Of("other")),
         ("pipeline", "dsseEnvelope.signatures", []),
         ("ci", "dsseEnvelope.signatures", []),
+        ("ci", "dsseEnvelope.signatures.0.sig", Of("stranger")),  # under the name of the key
         ("pipeline", "dsse_envelope", {}),
         ("pipeline", "mediaType", "application/vnd.dev.sigstore.bundle+json;version=9"),
     ],
@@ -334,6 +335,8 @@ def test_changed_signatures(folder: Path, signed: dict[str, str], signer: str, f
     (folder / trust.SIGNATURE).write_text(json.dumps(whole))
     with refuses("signature-mismatch"):
         trust.check_folder("it", folder)
+    key = yaml.safe_load(signed["policy"])["keys"]["ci"]["public_key"]
+    assert "model.sig" in trust.folder_problem(folder, key)
 
 
 @pytest.mark.parametrize("signer", ["pipeline", "ci"])

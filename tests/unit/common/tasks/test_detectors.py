@@ -85,17 +85,18 @@ def test_boxes_are_those_of_torchvision_with_the_same_weights(architecture: str)
 @pytest.mark.parametrize(
     ("architecture", "code"),
     [
-        ("resnet50", "unknown-architecture"),
-        ("fcos_small/timm/resnet18", "unknown-architecture"),
-        ("fcos_fpn/timm/NAME", "unknown-architecture"),
-        ("fcos_fpn/timm/", "unknown-architecture"),
-        ("fcos_fpn/timm/vit_tiny_patch16_224", "backbone-without-strides"),
-        ("retinanet_fpn/timm/nest_tiny", "backbone-without-strides"),  # 4, 8 and 16
+        ("segmentation/unet", "unknown-architecture"),
+        ("detection/resnet50", "unknown-architecture"),
+        ("detection/fcos_small/timm/resnet18", "unknown-architecture"),
+        ("detection/fcos_fpn/timm/NAME", "unknown-architecture"),
+        ("detection/fcos_fpn/timm/", "unknown-architecture"),
+        ("detection/fcos_fpn/timm/vit_tiny_patch16_224", "backbone-without-strides"),
+        ("detection/retinanet_fpn/timm/nest_tiny", "backbone-without-strides"),  # 4, 8 and 16
     ],
 )
-def test_detectors_that_there_are_not(architecture: str, code: str) -> None:
+def test_networks_that_there_are_not(architecture: str, code: str) -> None:
     with refuses(code, "architecture"):
-        build_model(f"detection/{architecture}", 3)
+        build_model(architecture, 3)
 
 
 def test_each_object_gets_anchors_and_padding_and_ignored_ones_none() -> None:

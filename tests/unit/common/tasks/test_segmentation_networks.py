@@ -11,7 +11,6 @@ from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes.architectures import build_model
 from components.common.tasks.segmentation.networks import ARCHITECTURES
 from components.export.onnx_export import check_against_torch, export_onnx
-from tests.unit.refusals import refuses
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -36,8 +35,3 @@ def test_logits_are_those_of_torchvision_with_the_same_weights(architecture: str
     images = torch.randn(1, 3, 96, 64)
     with torch.no_grad():
         torch.testing.assert_close(ours(images), theirs.eval()(images)["out"])
-
-
-def test_unknown_network() -> None:
-    with refuses("unknown-architecture", "architecture"):
-        build_model("segmentation/unet", 3)
