@@ -199,10 +199,13 @@ def test_folders_that_are_classes_and_such_that_are_none(
         assert find(root).classes == expected
 
 
-def test_a_list_of_classes_may_name_a_test_split(tmp_path: Path) -> None:
-    root = write_tree(tmp_path / "strips", {"control": 2, "test": 2})
-    (tmp_path / "names.txt").write_text("test\ncontrol\n")
-    assert find(root, class_names_file=str(tmp_path / "names.txt")).classes == ("test", "control")
+@pytest.mark.parametrize("classes", [("test", "control"), ("Cardigan", "cardigan")])
+def test_a_given_list_of_classes_may_name_a_test_split_and_such_as_differ_in_case_alone(
+    tmp_path: Path, classes: tuple[str, str]
+) -> None:
+    root = write_tree(tmp_path / "images", dict.fromkeys(classes, 2))
+    (tmp_path / "names.txt").write_text("\n".join(classes))
+    assert find(root, class_names_file=str(tmp_path / "names.txt")).classes == classes
 
 
 @pytest.mark.parametrize("val", ["val", "validation", "valid"])
@@ -239,12 +242,6 @@ def test_names_of_classes_that_people_read_as_one(tmp_path: Path, twins: tuple[s
             find(data)
     shutil.rmtree(root / twins[1])
     assert find(root).classes == tuple(sorted([twins[0], "A", "a"]))  # letters are written by people
-
-
-def test_classes_of_a_given_list_may_differ_in_case_alone(tmp_path: Path) -> None:
-    root = write_tree(tmp_path / "images", {"Cardigan": 2, "cardigan": 2})
-    (tmp_path / "names.txt").write_text("Cardigan\ncardigan\n")
-    assert find(root, class_names_file=str(tmp_path / "names.txt")).classes == ("Cardigan", "cardigan")
 
 
 def test_a_folder_of_other_files_is_no_class(tmp_path: Path) -> None:

@@ -30,8 +30,11 @@ BAD: list[tuple[str | bytes, str]] = [
     ("word " * 10_000, "sentence-too-long"),
     ("seven " * 260, "sentence-too-long"),
     (b"caf\xe9", "not-utf8"),
+    (b"\xff\xfea\x00", "not-utf8"),
     ("a\x00b", "control-character"),
     ("a\x1b[31mb", "control-character"),
+    ("a\u202eb", "control-character"),
+    ("one\ntwo", "control-character"),
     ("half a pair: \ud800", "not-utf8"),
 ]
 

@@ -98,9 +98,17 @@ def at_once() -> tuple[dict[str, torch.Tensor], list[float]]:
     return train()
 
 
-@pytest.mark.parametrize("per_gpu", [8, 4, 1])
-def test_accumulation(at_once: tuple[dict[str, torch.Tensor], list[float]], per_gpu: int) -> None:
-    weights, measured = train(per_gpu_batch_size=per_gpu)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"per_gpu_batch_size": size} for size in (8, 4, 1)),
+        *(pytest.param({"compile": "default", "per_gpu_batch_size": size}, marks=pytest.mark.slow) for size in (0, 8)),
+    ],
+)
+def test_accumulated_and_compiled_steps_are_the_same(
+    at_once: tuple[dict[str, torch.Tensor], list[float]], settings: dict[str, Any]
+) -> None:
+    weights, measured = train(**settings)
     torch.testing.assert_close(weights, at_once[0], **TOLERANCE)
     assert measured == pytest.approx(at_once[1], rel=1e-4)
 
@@ -135,14 +143,6 @@ def test_reduced_precision_is_near(at_once: tuple[dict[str, torch.Tensor], list[
     assert {value.dtype for value in weights.values()} == {torch.float32}
     assert measured[0] == pytest.approx(at_once[1][0], rel=0.02)
     torch.testing.assert_close(weights, at_once[0], rtol=0.1, atol=0.02)
-
-
-@pytest.mark.slow
-def test_a_compiled_step_is_the_same(at_once: tuple[dict[str, torch.Tensor], list[float]]) -> None:
-    for settings in ({}, {"per_gpu_batch_size": 8}):
-        weights, measured = train(compile="default", **settings)
-        torch.testing.assert_close(weights, at_once[0], **TOLERANCE)
-        assert measured == pytest.approx(at_once[1], rel=1e-4)
 
 
 def test_the_tolerance_tells_a_wrong_step(at_once: tuple[dict[str, torch.Tensor], list[float]]) -> None:

@@ -12,7 +12,6 @@ from components.common.contracts.errors import Preempted
 from components.common.contracts.manifests import BundleManifest, CheckpointManifest, DatasetManifest, load
 from components.common.tasks.translation.networks import AttentionLstm
 from components.common.tasks.translation.runners import open_translator
-from components.common.tasks.translation.sentences import read_sentence
 from components.export.translation import read_pairs
 from components.train.trainer import Trainer
 from enginery.local.preflight import check_inputs
@@ -65,23 +64,6 @@ def test_why_plans_are_not_run_is_said(translator: Chain) -> None:
     plan = engine_entry(file="fp32.plan", precision="fp32", source_onnx="fp32.onnx", onnx_digest="")
     with_plan = replace(bundle, manifest=bundle.manifest.model_copy(update={"engines": (plan,)}))
     assert open_translator(with_plan, "fp32").note.startswith("OpenVINO ran the ONNX file, not the plan: ")
-
-
-@pytest.mark.parametrize(
-    ("given", "code"),
-    [
-        (b"\xff\xfea\x00", "not-utf8"),
-        ("half \ud800", "not-utf8"),
-        ("  \t ", "empty-sentence"),
-        ("a\x00b", "control-character"),
-        ("a\u202eb", "control-character"),
-        ("one\ntwo", "control-character"),
-    ],
-)
-def test_what_is_no_sentence(given: bytes | str, code: str) -> None:
-    with refuses(code):
-        read_sentence(given, "sentence 1")
-    assert read_sentence(" zwo\u0308lf ".encode(), "sentence 1") == "zw\xf6lf"
 
 
 def test_training_resumes_within_an_epoch(translator: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
