@@ -36,7 +36,7 @@ def approve(model: str, environment: str, key: Path, days: int) -> None:
     with registry.reached("nothing was approved"):
         version = find_version(registry, model)
         with registered_chain(registry, version, environment="") as chain:
-            digests = {part: chain.digests[part] for part in ("bundle", "report", "verdict")}
+            digests = chain.parts
         statement = sign_approval(digests, version.name, version.number, environment, days, signer)
         subject = {"model": version.name, "version": version.number}
         check_approval(version.label, statement, environment, digests, **subject)  # before it replaces one that counts

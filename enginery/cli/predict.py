@@ -99,7 +99,7 @@ def predict(
                 task = answers_of((await client.parameters()).get("task", ""))
                 found = client.each(reads, client.answer, concurrency=concurrency)
                 return served.name, task, [answer async for answer in found]
-            each = client.classify_each(reads, top_k=num_classes, concurrency=concurrency)
+            each = client.each(reads, partial(client.classify, top_k=num_classes), concurrency=concurrency)
             return served.name, None, [answer async for answer in each]
 
     name, task, answers = asyncio.run(ask())

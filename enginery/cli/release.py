@@ -11,8 +11,6 @@ from enginery.cli.verify import show
 from enginery.new_folders import check_new, translate_errors
 from enginery.registry.models import find_version, open_registry
 
-_PARTS = ("bundle", "report", "verdict")
-
 
 @click.command()
 @click.argument("directory", type=PATH, metavar="DIR")
@@ -29,8 +27,9 @@ def release(
     `enginery verify DIR` checks it anywhere, without a network. `mlflow.pyfunc.load_model("DIR")` runs it.
     A model without a passed verdict is refused.
     """
-    named = {name: path for name, path in zip(_PARTS, (bundle, report, verdict), strict=True) if path is not None}
-    if bool(model) == bool(named) or (named and len(named) < len(_PARTS)):
+    given = {"bundle": bundle, "report": report, "verdict": verdict}
+    named = {part: path for part, path in given.items() if path is not None}
+    if bool(model) == bool(named) or (named and len(named) < len(given)):
         raise UserError(
             "release takes a registered version, such as classifier@champion, or all of --bundle, --report and "
             "--verdict; see `enginery release --help`",

@@ -33,10 +33,6 @@ class RunLog(io.TextIOBase):
         except OSError:
             self._file = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
-    def writable(self) -> bool:
-        """Return True, as a stream that takes text."""
-        return True
-
     def write(self, text: str) -> int:
         """Append, as far as there is room."""
         with contextlib.suppress(OSError):
@@ -57,10 +53,6 @@ class EventStream(io.TextIOBase):
         self._log = log
         self._on_event = on_event
         self._partial = ""
-
-    def writable(self) -> bool:
-        """Return True, as a stream that takes text."""
-        return True
 
     def write(self, text: str) -> int:
         """Split into lines; a line that is no event is only logged."""

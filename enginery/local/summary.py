@@ -103,12 +103,7 @@ class SummaryBuilder:
         """`started` is when the chain began, on the clock of time.time()."""
         self.steps: list[StepSummary] = []
         self.failure: dict[str, Any] | None = None
-        self.checks: list[GateCheck] = []
-        self.recommendation: Recommendation | None = None
-        self.registered = ""
-        self.champion = False
-        self.promotion = ""
-        self.report = ""
+        self.seen: dict[str, Any] = {"checks": []}  # fields of the summary
         self.running = ""  # the step that has started and not ended
         self._accuracy: AccuracyReport | None = None
         self._benchmark: BenchmarkReport | None = None
@@ -140,15 +135,14 @@ class SummaryBuilder:
         elif kind == "results":
             self._accuracy = AccuracyReport.model_validate(event["accuracy"])
             self._benchmark = BenchmarkReport.model_validate(event["benchmark"])
-            self.report = event.get("report", "")
+            self.seen["report"] = event.get("report", "")
         elif kind == "verdict":
             self._verdict = event
-            self.checks = [GateCheck.model_validate(check) for check in event["checks"]]
-            advice = event.get("recommendation")
-            self.recommendation = Recommendation.model_validate(advice) if advice else None
+            self.seen |= {"checks": event["checks"], "recommendation": event.get("recommendation")}
         elif kind == "promotion":
-            self.registered = f"{event['registered_model']}/{event['version']}"
-            self.champion, self.promotion = event.get("champion", False), event.get("why", "")
+            registered = f"{event['registered_model']}/{event['version']}"
+            self.seen |= {"registered": registered, "champion": event.get("champion", False)}
+            self.seen["promotion"] = event.get("why", "")
 
     def add_reused(self, cached: "CachedStep") -> None:
         """Add a step that was not repeated, from the artifact that it left."""
@@ -156,23 +150,17 @@ class SummaryBuilder:
         self.steps.append(StepSummary(name=cached.step, status="reused", outcome=outcome, seconds_total=0.0))
         if isinstance(cached.manifest, ReportManifest):
             self._accuracy, self._benchmark = cached.manifest.accuracy, cached.manifest.benchmark
-            self.report = str(cached.path / "report.html")
+            self.seen["report"] = str(cached.path / "report.html")
         elif isinstance(cached.manifest, VerdictManifest):
             self._verdict = {"word": cached.manifest.word, "precision": cached.manifest.precision}
-            self.checks = list(cached.manifest.checks)
-            self.recommendation = cached.manifest.recommendation
+            self.seen |= {"checks": cached.manifest.checks, "recommendation": cached.manifest.recommendation}
 
     def summary(self, **fields: Any) -> RunSummary:
         """Return what the events say, with the `fields` that they do not have."""
-        seen: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in ("steps", "checks", "recommendation", "registered", "champion", "promotion", "report")
-        }
-        for name in ("dataset_digest", "split_digest", "bundle_digest"):
-            seen[name] = getattr(self._accuracy, name, "")
         if self._accuracy is not None:
-            seen |= {"score_name": self._accuracy.score_name, "unit": self._accuracy.unit}
-        return RunSummary(**{**seen, "rows": self.rows(), **fields})
+            names = ("dataset_digest", "split_digest", "bundle_digest", "score_name", "unit")
+            self.seen |= {name: getattr(self._accuracy, name) for name in names}
+        return RunSummary(**{**self.seen, "steps": self.steps, "rows": self.rows(), **fields})
 
     def headline(self) -> dict[str, float]:
         """The rows as MLflow metrics, by which runs compare in a list."""

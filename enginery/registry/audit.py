@@ -74,7 +74,7 @@ def trace(registry: Registry, name: str, *, files: bool = False) -> Audit:
                     "it was not registered by enginery, so nothing is known of its data", code="no-tags"
                 )
             chain = _chain(registry, version, problems)
-            digests = {link.name: link.digest for link in chain if link.name in PARTS}
+            digests: dict[str, str] = {link.name: link.digest for link in chain if link.name in PARTS}
             check_log(version, entries, digests)
             chain += tuple(_approvals(registry.statements(version), version, digests))
             if files:

@@ -58,7 +58,7 @@ def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return next((name for name, needs in _NEEDS.items() if name in allowed and needs <= flags), unknown)
 
 
-def available(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
+def available() -> tuple[str, ...]:
     """All instruction sets that oneDNN can be limited to on this CPU, the widest first; none where it is not x86-64."""
-    flags = cpu_flags(cpuinfo)
+    flags = cpu_flags()
     return tuple(name for name, needs in _NEEDS.items() if needs <= flags)

@@ -43,7 +43,7 @@ Part = Literal["bundle", "report", "verdict"]
 Result = TypeVar("Result")
 
 DIRECTORY = "model"  # of the promote run's artifacts, where a version's files are
-PARTS: Mapping[Part, str] = {"bundle": "bundle", "report": "report", "verdict": "verdict"}  # below a version's source
+PARTS: tuple[Part, ...] = ("bundle", "report", "verdict")  # folders below a version's source
 _MISSING = ("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND")
 _NUMBER = re.compile(r"[0-9]{1,9}")  # of a version
 _USUAL_NAME = re.compile(r"[\w. -]+")
@@ -300,12 +300,12 @@ class Registry:
         with TemporaryDirectory(prefix="enginery-") as folder:
             with _downloading(f"the {part} of {version.label}"):
                 root = self._root(version)
-                uri = "/".join(filter(None, (root, PARTS[part], file)))
+                uri = "/".join(filter(None, (root, part, file)))
                 if urlparse(uri).scheme in ("", "file"):
                     path = url2pathname(urlparse(uri).path)
                 else:
                     at = {"tracking_uri": str(self.client.tracking_uri)}
-                    _check_room(f"{root}/{PARTS[part]}", file, Path(folder), **at)
+                    _check_room(f"{root}/{part}", file, Path(folder), **at)
                     path = mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=folder, **at)
             yield Path(path)
 

@@ -414,11 +414,6 @@ def layer_normalization(
     return functional.layer_norm(x, shape, scale.expand(shape), None if bias is None else bias.expand(shape), epsilon)
 
 
-def instance_normalization(x: Tensor, scale: Tensor, bias: Tensor, /, *, epsilon: float = 1e-5) -> Tensor:
-    """Normalization of each channel of each image."""
-    return functional.instance_norm(x, weight=scale, bias=bias, eps=epsilon)
-
-
 def lrn(x: Tensor, /, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> Tensor:
     """Normalization over neighbouring channels."""
     # Not functional.local_response_norm: an even size puts its odd channel on the other side.
@@ -517,11 +512,6 @@ def _ceil_pads(
 def pad_arguments(begin: list[int], end: list[int]) -> list[int]:
     """Pads in the order of functional.pad: from the last axis to the first, before and after."""
     return [pad for pair in reversed(list(zip(begin, end, strict=True))) for pad in pair]
-
-
-def global_average_pool(x: Tensor, /) -> Tensor:
-    """Mean of each channel."""
-    return x.mean(tuple(range(2, x.dim())), keepdim=True)
 
 
 def reduce(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -637,11 +627,13 @@ OPERATORS: dict[str, Function] = {
     "Gather": _gather,
     "Gelu": _gelu,
     "Gemm": gemm,
-    "GlobalAveragePool": global_average_pool,
+    "GlobalAveragePool": lambda x, /: x.mean(tuple(range(2, x.dim())), keepdim=True),
     "HardSigmoid": lambda x, /, *, alpha=0.2, beta=0.5: (x * alpha + beta).clamp_(0.0, 1.0),
     "HardSwish": _unary(functional.hardswish),
     "Identity": _unary(lambda x: x),
-    "InstanceNormalization": instance_normalization,
+    "InstanceNormalization": lambda x, scale, bias, /, *, epsilon=1e-5: functional.instance_norm(
+        x, weight=scale, bias=bias, eps=epsilon
+    ),
     "LRN": lrn,
     "LayerNormalization": layer_normalization,
     "LeakyRelu": lambda x, /, *, alpha=0.01: functional.leaky_relu(x, alpha),

@@ -296,12 +296,6 @@ class AsyncClient:
 
         return await self._ask(ask)
 
-    def classify_each(
-        self, images: Iterable[Callable[[], bytes]], *, top_k: int = 5, concurrency: int = DEFAULT_CONCURRENCY
-    ) -> AsyncIterator[Answer | UserError | ServingError]:
-        """See `each`."""
-        return self.each(images, partial(self.classify, top_k=top_k), concurrency=concurrency)
-
     async def each(
         self,
         images: Iterable[Callable[[], bytes]],
@@ -419,7 +413,8 @@ class Client:
 
         async def collect() -> list[Answer | UserError | ServingError]:
             reads = ((lambda image=image: image) for image in images)
-            return [answer async for answer in self._client.classify_each(reads, top_k=top_k)]
+            ask = partial(self._client.classify, top_k=top_k)
+            return [answer async for answer in self._client.each(reads, ask)]
 
         return self._run(collect())
 

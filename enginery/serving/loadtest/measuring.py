@@ -17,12 +17,12 @@ from enginery.serving.client.client import AsyncClient, NetworkModel
 from enginery.serving.client.transport import ServerAddress
 from enginery.serving.loadtest.generator import Load, Payload, RequestSamples, bind, generate, get_ready
 from enginery.serving.loadtest.results import (
+    RATE_SHARES,
     Level,
     LoadTest,
     Series,
     find_knee,
     measure_rates,
-    rates_to_try,
     server_change,
     summarize,
 )
@@ -206,7 +206,7 @@ class _Tester:
         rates, refine = self._plan.rates, False
         if rates is None:
             best = max(level.images_per_s for level in closed) / self._plan.images_per_request
-            rates, refine = tuple(rates_to_try(best)) if best else (), True
+            rates, refine = tuple(share * best for share in RATE_SHARES) if best else (), True
         levels = measure_rates(rates, refine, budget_ms, lambda rate: self._hold_rate(name, rate))
         batching = served.config.get("dynamic_batching")
         return Series(

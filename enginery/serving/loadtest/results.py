@@ -167,7 +167,7 @@ def _counted(statistics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 KEPT_UP = 0.95  # share of the images that were due that must be answered in the same time
-_SHARES = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1)  # of the closed loop's best throughput
+RATE_SHARES = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1)  # rates to try, of the closed loop's best
 _GROWTH, _MAX_GROWTHS = 1.3, 5  # above the highest share, as long as the rates are good
 _NUM_REFINEMENTS = 2  # rates tried between the last good and the first bad one
 
@@ -239,8 +239,3 @@ def measure_rates(
     for _ in range(_NUM_REFINEMENTS if refine and bad < math.inf else 0):
         hold((good + bad) / 2)
     return sorted(levels, key=lambda level: level.request_rate or 0)
-
-
-def rates_to_try(best_requests_per_s: float) -> list[float]:
-    """Rates around what the closed loop reached at its best."""
-    return [share * best_requests_per_s for share in _SHARES]

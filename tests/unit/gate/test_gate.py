@@ -189,9 +189,9 @@ def test_the_summary_of_a_run_says_what_to_ship() -> None:
     builder = SummaryBuilder(0.0)
     event = {"event": "verdict", "step": "gate", "word": "fail", "precision": "int8", "checks": []}
     builder.handle({**event, "recommendation": found.model_dump()})
-    assert builder.recommendation == found
+    assert Recommendation(**builder.seen["recommendation"]) == found
     for verdict, expected in (("fail", "recommended: FP16, since INT8 is [slow]\n"), ("pass", "")):
         console = Console(file=io.StringIO())
         rows = [SimpleNamespace(precision="fp16" if verdict == "pass" else "int8", verdict=verdict)]
-        _print_recommendation(console, SimpleNamespace(recommendation=builder.recommendation, rows=rows))
+        _print_recommendation(console, SimpleNamespace(recommendation=found, rows=rows))
         assert console.file.getvalue() == expected

@@ -13,6 +13,7 @@ from enginery.serving.loadtest.generator import Load, RequestSamples, poisson_ar
 from enginery.serving.loadtest.measuring import share_load
 from enginery.serving.loadtest.page import caution_text, gain_text, knee_text, load_text, page
 from enginery.serving.loadtest.results import (
+    RATE_SHARES,
     Knee,
     Level,
     LoadTest,
@@ -20,7 +21,6 @@ from enginery.serving.loadtest.results import (
     find_knee,
     is_good,
     measure_rates,
-    rates_to_try,
     server_change,
     summarize,
 )
@@ -165,7 +165,7 @@ def test_the_search_comes_close_to_the_true_knee_and_stops_above_it(capacity: in
         tried.append(rate)
         return queued(rate, capacity=capacity)
 
-    levels = measure_rates(rates_to_try(100), True, BUDGET_MS, measure)
+    levels = measure_rates([share * 100 for share in RATE_SHARES], True, BUDGET_MS, measure)
     assert low <= (knee_rate(levels) or 0) <= high
     assert [entry.request_rate for entry in levels] == sorted(set(tried))
     assert max(tried) < 1.2 * capacity  # one above the first bad rate, not all
