@@ -29,6 +29,7 @@ from components.common.contracts.errors import EXIT_FAILURE, RuntimeUnavailable,
 from components.common.contracts.instruction_sets import SATURATING, cpu_flags, instruction_set
 from components.common.contracts.manifests import BundleManifest
 from components.common.data.web import open_session
+from components.common.registry.store import sqlite_file
 from components.common.runtimes.selection import fit_model
 from enginery.doctor.checks import Check, Diagnosis, Finding, Planned, missing, ok, warning
 from enginery.doctor.gpu import GpuChecks
@@ -341,9 +342,9 @@ def state_directory() -> Finding:
 def tracking() -> Finding:
     """MLflow's store, which must take a run."""
     uri = StateDirectory(path=state_path()).tracking_uri
+    if file := sqlite_file(uri):
+        return _sqlite(file)
     parts = urlsplit(uri)
-    if parts.scheme == "sqlite":
-        return _sqlite(Path(uri.removeprefix("sqlite:///")))
     if parts.scheme in ("http", "https"):
         return server(uri)
     if parts.scheme.partition("+")[0] in _PORTS:

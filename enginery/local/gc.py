@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from components.common.contracts.errors import EngineryError, UserError
-from components.common.registry.store import without_credentials
+from components.common.registry.store import is_new, without_credentials
 from enginery.formats import seconds_in
 from enginery.local.runs import PastRun
 from enginery.local.state import CACHE, LOCK, StateDirectory
@@ -105,7 +105,7 @@ def in_use(state: StateDirectory, past: Sequence[PastRun] = ()) -> InUse:
     current = state.tracking_uri
     files = [run.summary.tracking_uri for run in past if run.summary and run.summary.registered]
     uris = [current, state.default_tracking_uri, *(uri for uri in files if uri.startswith("sqlite:///"))]
-    uris = [uri for uri in dict.fromkeys(uris) if _is_there(uri)]
+    uris = [uri for uri in dict.fromkeys(uris) if not is_new(uri)]  # asking MLflow would make it
     stores = frozenset(without_credentials(uri) for uri in (*uris, current))
     if not uris:
         return InUse(stores=stores)
@@ -133,11 +133,6 @@ def in_use(state: StateDirectory, past: Sequence[PastRun] = ()) -> InUse:
                 setting="MLFLOW_TRACKING_URI",
             ) from error
     return InUse(runs, versions, stores, frozenset(known))
-
-
-def _is_there(uri: str) -> bool:
-    """False for an SQLite file that does not exist: asking MLflow would create it."""
-    return not uri.startswith("sqlite:///") or Path(uri.removeprefix("sqlite:///")).exists()
 
 
 def plan(runs: Sequence[PastRun], rules: Rules, needed: InUse, now: float) -> RemovalPlan:

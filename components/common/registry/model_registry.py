@@ -26,7 +26,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.process.disk import explain
-from components.common.registry.store import database_is_gone, sqlite_file, without_credentials
+from components.common.registry.store import database_is_gone, is_new, sqlite_file, without_credentials
 from components.common.registry.tracking import (
     DOWNLOAD_LIMITS,
     OF_SERVERS,
@@ -108,8 +108,7 @@ class Registry:
             EngineryError: it can't be reached.
             UserError: there is none yet.
         """
-        file = Path(uri.removeprefix("sqlite:///").split("?")[0])
-        if uri.startswith("sqlite:///") and not file.exists():
+        if is_new(uri):
             raise UserError(
                 f"there is no MLflow store at {uri} yet: nothing was ever registered there. Register a model with "
                 "`enginery run`, or set MLFLOW_TRACKING_URI (or ENGINERY_HOME) to where it was",

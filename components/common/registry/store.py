@@ -61,9 +61,8 @@ def without_folders(uri: str) -> str:
 
 def beside_database(uri: str) -> str | None:
     """Return the place of files of an SQLite store without a server; MLflow would take the current directory."""
-    if not uri.startswith("sqlite:///"):
-        return None
-    return (Path(uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts").as_uri()
+    file = sqlite_file(uri)
+    return None if file is None else (file.absolute().parent / "mlartifacts").as_uri()
 
 
 def sqlite_file(uri: str) -> Path | None:

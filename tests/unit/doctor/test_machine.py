@@ -299,6 +299,7 @@ def test_tracking_in_sqlite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         connection.execute("CREATE TABLE runs (id)")
         connection.commit()
         assert machine.tracking().status == "ok"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{file}?timeout=30")
         connection.execute("BEGIN IMMEDIATE")
         assert "locked" in machine.tracking().found
     file.write_bytes(b"no database at all " * 100)

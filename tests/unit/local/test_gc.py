@@ -132,7 +132,9 @@ def test_run_registered_in_a_store_that_was_not_asked_survives(tmp_path: Path) -
     assert "http://mlflow.example; set MLFLOW_TRACKING_URI" in next(iter(kept.values()))
 
 
-def test_moved_state_directory_and_database_of_another_one(registry: tuple[Path, dict[str, str]], tmp_path) -> None:
+def test_moved_state_directory_and_database_of_another_one(
+    registry: tuple[Path, dict[str, str]], tmp_path, monkeypatch
+) -> None:
     home, ids = registry
     moved = make_run(tmp_path, 60, mlflow_run_id=ids["old"], registered="digits/1", tracking_uri="sqlite:////moved.db")
     needed = in_use(StateDirectory(path=home), past_runs(tmp_path / "runs"))
@@ -141,6 +143,8 @@ def test_moved_state_directory_and_database_of_another_one(registry: tuple[Path,
     other = make_run(tmp_path, 61, mlflow_run_id=ids["promoted"], registered="digits/2", tracking_uri=uri)
     needed = in_use(StateDirectory(path=tmp_path), past_runs(tmp_path / "runs"))  # a state without a database
     assert set(decide(tmp_path, needed, keep=0)[1]) == {other.name}
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"{uri}?timeout=30")
+    assert ids["promoted"] in in_use(StateDirectory(path=tmp_path)).runs
 
 
 def test_unreachable_store_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
