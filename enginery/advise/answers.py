@@ -414,18 +414,13 @@ def _of_a_training(row: Mapping[str, Any], device: Device, question: Question, s
     gpu_hours = [least, expected, most]
     if question.deadline_s:
         deadline_h = question.deadline_s / 3600
-        result["num_gpus"] = [_num_gpus(hours, deadline_h, scaling) for hours in (least, most)]
         gpu_hours = [hours if hours <= deadline_h else hours / scaling for hours in gpu_hours]  # several lose some
+        result["num_gpus"] = [max(1, math.ceil(hours / deadline_h)) for hours in (gpu_hours[0], gpu_hours[2])]
     result["kwh_at_most"] = gpu_hours[2] * device.power_w / 1000
     if device.device in question.prices:
         costs = [hours * question.prices[device.device] for hours in gpu_hours]
         result |= {"cost": costs[1], "cost_range": costs[::2]}
     return result
-
-
-def _num_gpus(hours: float, deadline_h: float, scaling: float) -> int:
-    """Several reach `scaling` of their number's speed."""
-    return 1 if hours <= deadline_h else math.ceil(hours / deadline_h / scaling)
 
 
 def _is_late(row: Mapping[str, Any], question: Question) -> bool:

@@ -37,11 +37,8 @@ class RunComparison(Record):
     @property
     def precisions(self) -> list[str]:
         """The precisions that any run measured, FP32 first."""
-        return [name for name in PRECISIONS if any(_is_measured(run.rows.get(name)) for run in self.runs)]
-
-
-def _is_measured(row: PrecisionRow | None) -> bool:
-    return row is not None and row.score_pct is not None
+        rows = [row for run in self.runs for row in run.rows.values() if row.score_pct is not None]
+        return [name for name in PRECISIONS if any(row.precision == name for row in rows)]
 
 
 def joined_units(runs: Sequence[ComparedRun]) -> str:

@@ -438,11 +438,6 @@ _RELAYED: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def _make_tables(uri: str) -> None:
-    """MLflow makes them when it is first asked something."""
-    MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
-
-
 class PipelineRun:
     """The parent run of one pipeline run; the steps' runs are nested in it."""
 
@@ -466,7 +461,8 @@ class PipelineRun:
         mlflow.set_tracking_uri(tracking_uri)
         try:
             with request_limits(_FIRST_REQUESTS):
-                prepare_sqlite(tracking_uri, _make_tables)
+                # MLflow makes the tables when it is first asked something.
+                prepare_sqlite(tracking_uri, lambda uri: MlflowClient(uri).search_experiments(max_results=1))
                 try_database(tracking_uri)
                 self.client = MlflowClient()
                 self.experiment_id = _experiment(self.client, experiment)

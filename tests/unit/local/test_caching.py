@@ -48,7 +48,7 @@ Cached = Callable[..., StepCache]
 def cached(file: PipelineFile, data: Path, tmp_path: Path) -> Cached:
     """`cached(*assignments, **flags)`: the cache of a run as data, code and machine are now."""
 
-    def made(*assignments: str, **flags: str) -> StepCache:
+    def made(*assignments: str, file: PipelineFile = file, **flags: str) -> StepCache:
         flags = {"data": str(data), **flags}
         arguments = resolve_arguments(file, config_file=None, flags=flags, assignments=assignments)
         cache = StepCache(file=file, arguments=arguments, runs=tmp_path / "runs")
@@ -93,18 +93,12 @@ def test_a_setting_repeats_its_step_and_what_follows(cached: Cached, assignment:
     assert changed(cached(), cached(assignment)) == (STEPS[STEPS.index(first) :] if first else [])
 
 
-def test_the_same_data_labelled_for_another_task_is_packed_again(data: Path, tmp_path: Path) -> None:
-    keys = set()
-    for name in ("resnet50", "detection", "segmentation"):
-        file = load_pipeline(ROOT / f"pipelines/{name}.py")
-        arguments = resolve_arguments(file, config_file=None, flags={"data": str(data)}, assignments=())
-        cache = StepCache(file=file, arguments=arguments, runs=tmp_path / "runs")
-        cache.enable()
-        keys.add(cache.keys["preprocess"])
-    assert len(keys) == 3
+def test_the_same_data_labelled_for_another_task_is_packed_again(cached: Cached) -> None:
+    files = [load_pipeline(ROOT / f"pipelines/{name}.py") for name in ("resnet50", "detection", "segmentation")]
+    assert len({cached(file=file).keys["preprocess"] for file in files}) == 3
 
 
-def test_inputs_of_a_pipeline_of_ones_own_are_in_the_key(data: Path, tmp_path: Path) -> None:
+def test_inputs_of_a_pipeline_of_ones_own_are_in_the_key(cached: Cached, tmp_path: Path) -> None:
     source = (ROOT / "pipelines/quantize.py").read_text()
     source = source.replace("    num_calibration_images: int", "    number: int")
     source = source.replace("=num_calibration_images,", "=number,")
@@ -114,11 +108,7 @@ def test_inputs_of_a_pipeline_of_ones_own_are_in_the_key(data: Path, tmp_path: P
     keys = []
     for number, content in (("100", b"a"), ("200", b"a"), ("200", b"b")):
         (tmp_path / "model.onnx").write_bytes(content)
-        flags = {"data": str(data), "network": str(tmp_path / "model.onnx"), "number": number}
-        arguments = resolve_arguments(file, config_file=None, flags=flags, assignments=())
-        cache = StepCache(file=file, arguments=arguments, runs=tmp_path / "runs")
-        cache.enable()
-        keys.append(cache.keys)
+        keys.append(cached(file=file, network=str(tmp_path / "model.onnx"), number=number).keys)
     for before, after in pairwise(keys):
         assert [task for task in before if before[task] != after[task]] == ["export-own", "validate", "gate"]
 

@@ -276,7 +276,6 @@ def test_compare_of_versions_and_runs(three: str, registry: Registry, tmp_path: 
         (("promote", "m", "three", "--why", "x"), "invalid-version"),
         (("promote", "m", "3", "--why", "x"), "nothing-to-change"),
         (("promote", "m", "03", "--why", "x"), "nothing-to-change"),
-        (("compare", "m@nix", "m/1"), "no-alias"),
     ],
 )
 def test_what_is_not_there(three: str, arguments: tuple[str, ...], code: str) -> None:
