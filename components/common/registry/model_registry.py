@@ -16,13 +16,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlparse
-from urllib.request import url2pathname
 
 import mlflow
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+from mlflow.utils.file_utils import local_file_uri_to_path
 
 from components.common.contracts.errors import EngineryError, UserError
 from components.common.process.disk import explain
@@ -301,7 +301,7 @@ class Registry:
                 root = self._root(version)
                 uri = "/".join(filter(None, (root, part, file)))
                 if urlparse(uri).scheme in ("", "file"):
-                    path = url2pathname(urlparse(uri).path)
+                    path = local_file_uri_to_path(uri)
                 else:
                     at = {"tracking_uri": str(self.client.tracking_uri)}
                     _check_room(f"{root}/{part}", file, Path(folder), **at)
@@ -319,7 +319,7 @@ class Registry:
         with TemporaryDirectory(prefix="enginery-") as folder, _downloading(what):
             root = self._root(version)
             if urlparse(root).scheme in ("", "file"):
-                return read_statements(Path(url2pathname(urlparse(root).path)))
+                return read_statements(Path(local_file_uri_to_path(root)))
             for name in statement_names(list_files(root, **at)):
                 mlflow.artifacts.download_artifacts(artifact_uri=f"{root}/{name}", dst_path=folder, **at)
             return read_statements(Path(folder))

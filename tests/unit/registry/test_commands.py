@@ -178,6 +178,13 @@ def test_a_worse_one_is_refused_or_forced(three: str, registry: Registry, tmp_pa
         enginery("promote", "m", "1", "--why", "x")
 
 
+def test_a_folder_of_files_may_have_any_name(three: str, registry: Registry, tmp_path: Path) -> None:
+    (tmp_path / "a#b?c/bundle").mkdir(parents=True)
+    number = registry.client.create_model_version("m", str(tmp_path / "a#b?c")).version
+    with registry.files(registry.version("m", str(number)), "bundle") as found:
+        assert found.is_dir()
+
+
 def test_what_no_force_helps_against(three: str, registry: Registry, tmp_path: Path) -> None:
     failed = register_failed(registry, tmp_path / "failed")
     for more in ((), ("--force",), ("--to", "staging")):
