@@ -211,7 +211,8 @@ def _gradient_sums(
     mode: int,
     has_second: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    first, second, gate, x = map(_images_last, (first, second, gate, x))
+    first, gate, x = map(_images_last, (first, gate, x))
+    second = _images_last(second) if has_second else first
     out = torch.empty_like(x if mode == _SHORTCUT else mean)
     sums, dots = _partial_sums(x)
     columns, rows, chunk, number = _tiles(x)
@@ -304,6 +305,7 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, first, second=None):
         x, gate, weight, mean, inverse, shift = ctx.saved_tensors
         scale, has_second = weight * inverse, second is not None
+        first = _images_last(first)  # here torch.compile's kernels do it: the average's gradient is the same everywhere
         given = (first, second if has_second else first, gate, x, scale, shift, mean)
         grad, sums, dots = torch.ops.enginery.batch_norm_gradient_sums(*given, ctx.mode, has_second)
         total, dot = sums.sum(0), dots.sum(0)
