@@ -153,6 +153,7 @@ class SpeedMeter:
         self._shape, self._dtype = torch.Size(), torch.float32  # of an image
         self._num_images = 0
         self._began = time.perf_counter()
+        self._last_load = self._began
         self._last_live = (0.0, 0, 0.0)  # `_so_far` when `live` was called; below 0 if that was in an earlier epoch
         psutil.cpu_percent()  # from here on
 
@@ -161,8 +162,7 @@ class SpeedMeter:
         self._waits.take_seconds()
         self._num_images = 0
         self._began = time.perf_counter()
-        if self._monitor is not None:
-            self._monitor.start()
+        self.watch()
 
     def next(self, batches: Iterator[Batch]) -> Batch:
         """Return the next batch, and note how long it took."""
@@ -175,19 +175,35 @@ class SpeedMeter:
         """Return speed and load since the last values; nothing before `LIVE_S` of training, in one epoch or several.
 
         Images per second are those of all processes, if the others are as fast. Waiting for data (per cent of the time)
-        is this process's, what starts with gpu its GPU's (per cent, bytes, W, degrees Celsius), as far as NVML knows
-        them, and CPU (per cent) and memory (bytes) are this machine's.
+        is this process's.
         """
         seconds, num_images, waited_s = self._since_live()
         if seconds < LIVE_S:
             return {}
         self._last_live = self._so_far()
-        values = {
-            "images_per_s": self._world.world_size * num_images / seconds,
-            "data_wait_pct": 100 * waited_s / seconds,
-            "cpu_pct": psutil.cpu_percent(),
-            "memory_bytes": psutil.virtual_memory().used,
-        }
+        rate = self._world.world_size * num_images / seconds
+        return {"images_per_s": rate, "data_wait_pct": 100 * waited_s / seconds, **self._load(seconds)}
+
+    def watch(self) -> None:
+        """Watch the GPU outside of epochs, for `live_load`, until `stop`."""
+        self._last_load = time.perf_counter()
+        if self._monitor is not None:
+            self._monitor.start()
+
+    def live_load(self) -> dict[str, float]:
+        """Return the load that `live` has, since the last values or `watch`; nothing before `LIVE_S`."""
+        seconds = time.perf_counter() - self._last_load
+        if seconds < LIVE_S:
+            return {}
+        self._last_load += seconds
+        return self._load(seconds)
+
+    def _load(self, seconds: float) -> dict[str, float]:
+        """What starts with gpu is the process's (per cent, bytes, W, degrees Celsius), as far as NVML knows it.
+
+        CPU (per cent) and memory (bytes) are the machine's.
+        """
+        values = {"cpu_pct": psutil.cpu_percent(), "memory_bytes": float(psutil.virtual_memory().used)}
         if self._monitor is not None:
             reading = asdict(self._monitor.reading(seconds))
             del reading["sm_clock_mhz"]

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -147,6 +147,8 @@ _SHOWN: dict[str, Callable[[float], str]] = {
     "seconds_left": lambda value: f"{timedelta(seconds=round(value))} left",
 }
 
+_LOAD = [name for name in _SHOWN if name.startswith(("gpu_", "cpu_", "memory_", "seconds_"))]  # also while validating
+
 # Outcomes of the consensus after a step; the largest one that a process asks for counts.
 _CONTINUE, _SAVE, _SAVE_AND_STOP, _GIVE_UP = 0, 1, 2, 3
 
@@ -211,6 +213,7 @@ class Trainer:
         self._began = self._epoch_began = time.perf_counter()
         self._saved_at = time.monotonic()
         self._epoch_ended: float | None = None  # its training; validation may be under way
+        self._validation_s = 0.0  # that the last one took
 
     def fit(self) -> EpochRecord:
         """Train until the target or for all epochs that are left, and return the last one's result.
@@ -436,21 +439,32 @@ class Trainer:
     def _report(self, epoch: int) -> None:
         """Show the progress, and every `LIVE_S` log live metrics."""
         if live := self._meter.live():
-            num_images = (self.num_steps - self.num_steps_done) * self.plan.global_batch_size
-            live |= {
-                "learning_rate": float(self.schedule.get_last_lr()[0]),
-                "seconds_left": num_images / live["images_per_s"],
-            }
+            live["learning_rate"] = float(self.schedule.get_last_lr()[0])
             if self._watch.mean is not None:
                 live["loss"] = self._watch.mean
             self._live = live
-            self.log.live({f"live/{name}": value for name, value in live.items()}, position=self.num_steps_done)
+            self._log_live(self._num_validations(epoch) * self._validation_s)
         parts = [f"epoch {epoch + 1}/{self.config.epochs}"]
         if self._watch.mean is not None:
             parts.append(f"loss {self._watch.mean:.2f}")
-        shown = [text(self._live[name]) for name, text in _SHOWN.items() if name in self._live]
-        parts += [text.replace("images", self._unit) for text in shown]
-        self.log.progress("training", self.num_steps_done, self.num_steps, ", ".join(parts), unit="steps")
+        detail = ", ".join(filter(None, (*parts, self._shown(_SHOWN))))
+        self.log.progress("training", self.num_steps_done, self.num_steps, detail, unit="steps")
+
+    def _shown(self, names: Collection[str]) -> str:
+        shown = [text(self._live[name]) for name, text in _SHOWN.items() if name in names and name in self._live]
+        return ", ".join(shown).replace("images", self._unit)
+
+    def _log_live(self, validation_s: float) -> None:
+        """Log live metrics with the time that is left, if validation takes that many seconds of it."""
+        if rate := self._live.get("images_per_s"):
+            num_images = (self.num_steps - self.num_steps_done) * self.plan.global_batch_size
+            self._live["seconds_left"] = num_images / rate + validation_s
+        self.log.live({f"live/{name}": value for name, value in self._live.items()}, position=self.num_steps_done)
+
+    def _num_validations(self, epoch: int) -> int:
+        """Return how many validations are left from that epoch's on, without a target."""
+        every, last = self.config.validation_epochs, self.config.epochs
+        return sum(not number % every or number == last for number in range(epoch + 1, last + 1))
 
     def _step(self, batches: Iterator[Batch]) -> torch.Tensor:
         """One optimizer step. Returns the mean loss of this process's images, still on the device."""
@@ -524,13 +538,24 @@ class Trainer:
         batches, done = iter(self.val), 0
         largest_part = math.ceil(self.plan.num_val_images / self.world.world_size)
         num_rounds = math.ceil(largest_part / self.plan.per_gpu_batch_size)
-        # As many rounds in all processes, though some have a batch less: after each they agree whether to continue.
-        while (batch := next(batches, None)) is not None or done < num_rounds:
-            if batch is not None:
-                with torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype != torch.float32):
-                    logits = model(batch.images)
-                self._task.count(totals, logits, batch.labels)
-            done += 1
-            self.log.progress("validating", done, num_rounds, unit="batches")
-            self._agree(_SAVE_AND_STOP if self._stop.requested else _CONTINUE)
+        began = time.perf_counter()
+        self._meter.watch()
+        try:
+            # As many rounds in all processes, though some have a batch less: after each they agree whether to continue.
+            while (batch := next(batches, None)) is not None or done < num_rounds:
+                if batch is not None:
+                    with torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype != torch.float32):
+                        logits = model(batch.images)
+                    self._task.count(totals, logits, batch.labels)
+                done += 1
+                if load := self._meter.live_load():
+                    self._live |= load
+                    round_s = (time.perf_counter() - began) / done
+                    later = self._num_validations(len(self.history) + 1) * num_rounds
+                    self._log_live(round_s * (num_rounds - done + later))
+                self.log.progress("validating", done, num_rounds, self._shown(_LOAD), unit="batches")
+                self._agree(_SAVE_AND_STOP if self._stop.requested else _CONTINUE)
+        finally:
+            self._meter.stop()
+        self._validation_s = time.perf_counter() - began
         return self._task.result(all_reduce_sum(totals, self.world), self.plan.num_val_images)
