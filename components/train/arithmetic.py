@@ -89,15 +89,22 @@ def threads_per_process(num_local_processes: int) -> int:
 
 
 _MAX_ROWS = 144  # input pixels times kernel size: up to 12x12 pixels for 1x1 and 4x4 for 3x3; above, oneDNN is as fast
+_FEW_CHANNELS = 16
 
 
 class SmallConv2d(nn.Conv2d):
-    """A Conv2d, same weights and result, that is one matrix product per batch where the input has few pixels."""
+    """A Conv2d, same weights and result, that is one matrix product per batch where the input has few pixels.
+
+    So is a 1x1 with strides over few channels, as RepVGG, MobileOne and FastViT have of the image itself: its backward
+    pass ends in a segmentation fault in oneDNN (seen with torch 2.15 from 96 px on).
+    """
 
     def _conv_forward(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         # input: [B, C, H, W] float32, channels_last
         (kernel_h, kernel_w), (stride_h, stride_w), padding = self.kernel_size, self.stride, self.padding
-        if isinstance(padding, str) or input.shape[2] * input.shape[3] * kernel_h * kernel_w > _MAX_ROWS:
+        skips = self.kernel_size == (1, 1) and max(self.stride) > 1 and self.in_channels < _FEW_CHANNELS
+        is_small = skips or input.shape[2] * input.shape[3] * kernel_h * kernel_w <= _MAX_ROWS
+        if isinstance(padding, str) or not is_small:
             return super()._conv_forward(input, weight, bias)
         pad_h, pad_w = padding
         rows = _windows(input.shape[2], kernel_h, stride_h, pad_h)

@@ -41,6 +41,18 @@ def _result_and_gradients(convolution: nn.Conv2d, images: torch.Tensor) -> list[
     return [result, leaf.grad, *(parameter.grad for parameter in convolution.parameters())]
 
 
+def test_a_1x1_with_strides_over_an_image_is_no_segmentation_fault() -> None:
+    convolution = nn.Conv2d(3, 4, 1, stride=2).to(memory_format=torch.channels_last)
+    speed_up_small_convolutions(convolution)
+    images = torch.randn(2, 3, 128, 128).to(memory_format=torch.channels_last)
+    result = convolution(images)
+    assert "Convolution" not in result.grad_fn.name()
+    result.sum().backward()
+    torch.testing.assert_close(
+        result, nn.functional.conv2d(images.contiguous(), convolution.weight, convolution.bias, stride=2)
+    )
+
+
 def test_other_convolutions_stay_as_they_are() -> None:
     others = nn.Sequential(
         nn.Conv2d(4, 4, 3, padding=1, groups=4),
