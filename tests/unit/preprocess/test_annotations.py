@@ -376,9 +376,12 @@ def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path, capsys: py
     lines = "0 0.5 0.5 0.25 0.5\n7 0.5 0.5 0.1 0.1\n1 0.5 0.5\n1 nan 0.5 0.1 0.1\n1 0.25 0.25 0.75 0.25 0.75 0.75\n"
     lines += "1 32 24 16 10\n0 0.50 0.5 0.25 0.5\n"
     (tmp_path / "yolo" / "labels" / "train" / "b.txt").write_text(lines, encoding="utf-8")
-    gone = ("labels/train/gone.txt", "labels/valid/d.txt")  # the other in a folder of no image
+    # in a folder of labels, in one without images, beside images
+    gone = ("labels/train/gone.txt", "labels/valid/d.txt", "images/train/gone.txt")
+    (tmp_path / "yolo" / "labels" / "train" / "a.txt").rename(tmp_path / "yolo" / "images" / "train" / "a.txt")
     (tmp_path / "yolo" / "labels" / "val").rename(tmp_path / "yolo" / "labels" / "valid")
-    (tmp_path / "yolo" / gone[0]).write_text("0 0.5 0.5 1 1\n", encoding="utf-8")
+    for name in (gone[0], gone[2]):
+        (tmp_path / "yolo" / name).write_text("0 0.5 0.5 1 1\n", encoding="utf-8")
     found = packed(tmp_path / "yolo", tmp_path / "y", max_bad_fraction=0.9)
     assert objects(found)["b"] == [[24, 12, 40, 36, 0, 0], [16, 12, 48, 36, 1, 0]]
     assert [reason for _, reason, _ in problems(found)] == [
