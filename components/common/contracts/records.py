@@ -315,7 +315,8 @@ class PlacementEntry(Record):
     def int8_time_pct(self) -> float | None:
         """Share of the chosen candidate's time in blocks with INT8 layers; None where nothing was profiled."""
         total = sum(block.chosen_ms for block in self.blocks)
-        return 100 * sum(block.chosen_ms for block in self.blocks if block.num_int8_layers) / total if total else None
+        in_int8 = sum(block.chosen_ms for block in self.blocks if block.num_int8_layers)
+        return 100 * (in_int8 / total) if total else None  # divided first, which is never above 1
 
 
 class Int8Form(Record):

@@ -98,6 +98,8 @@ def test_the_block_that_int8_slows_down_is_built_in_float_and_measured(backend, 
     assert (record.chosen is mixture) == (min(ratios) > 1 and statistics.median(ratios) > 1.01)
     found = record.blocks[LOSING]
     assert found.num_int8_layers == (0 if chosen is mixed else found.num_layers)
+    alone = found.model_copy(update={"num_int8_layers": 1, "chosen_ms": 0.49793103300870367})
+    assert record.model_copy(update={"blocks": (alone,)}).int8_time_pct == 100.0  # and no digit more
     assert all(len(trial.turns_images_per_s) == 5 for trial in record.trials)
 
 
