@@ -15,7 +15,15 @@ from pydantic.fields import FieldInfo
 
 from components.common.contracts.errors import UserError, without_secrets
 from components.common.contracts.records import RENAMED
-from components.common.contracts.settings import StepConfig, load_yaml, parse_value, resolve, show_value, type_label
+from components.common.contracts.settings import (
+    StepConfig,
+    flatten,
+    load_yaml,
+    parse_value,
+    resolve,
+    show_value,
+    type_label,
+)
 from components.common.tasks import TASKS, TaskName, task_of
 from components.export.config import WEIGHT_SUFFIXES, ExportConfig
 from components.gate.config import GateConfig
@@ -228,7 +236,8 @@ def resolve_arguments(
     """
     plain: dict[str, Any] = {}
     steps: dict[str, dict[str, Any]] = {step: dict(file.recipe(step)) for step in file.steps}
-    for key, value in (_load_config(file, config_file) if config_file else {}).items():
+    content = _load_config(file, config_file) if config_file else {}
+    for key, value in content.items():
         _assign(file, plain, steps, key, value, source=str(config_file))
     for text in assignments:
         key, separator, value = text.partition("=")
@@ -253,7 +262,13 @@ def resolve_arguments(
         text = str(plain.get(name) or "")
         if text and "://" not in text and not text.lower().startswith("file:/"):
             plain[name] = str(Path(text).expanduser().absolute())
-    arguments = _checked(file, plain, steps)
+    try:
+        arguments = _checked(file, plain, steps)
+    except UserError as error:
+        names = {error.setting, error.setting.rpartition(".")[2]}  # "train.epochs" is also the input "epochs"
+        if names & flatten(content).keys() and not names & {*flags, *(text.partition("=")[0] for text in assignments)}:
+            raise UserError(f"{config_file}: {error}", code=error.code, setting=error.setting) from None
+        raise
     model, architecture = (str(arguments.get(name) or "") for name in ("model", "architecture"))
     if architecture and (task := file.task) != (found := task_of(architecture)):
         raise UserError(
@@ -303,7 +318,7 @@ def _assign(
     file: PipelineFile, plain: dict[str, Any], steps: dict[str, dict[str, Any]], key: str, value: Any, *, source: str
 ) -> None:
     """Sort one entry of a config file or --set into the plain inputs and the steps' settings."""
-    key = RENAMED.get(key, key)
+    key = str(RENAMED.get(key, key))  # YAML has numbers as keys, too
     if key in steps:
         if not isinstance(value, Mapping):
             text = f"{source}: {key} must be a mapping of settings, got {value!r}"

@@ -100,7 +100,10 @@ def test_defaults_are_the_pipelines_and_a_mapping_can_be_set(arguments: Argument
     [
         # Of what a step's config refuses, one per source: contracts/test_settings.py has the others, and the texts.
         ("invalid-setting", "--set train.weigth_decay=1", "train.weigth_decay", ""),
-        ("invalid-setting", "train:\n  momentun: 1\n", "train.momentun", ""),
+        ("invalid-setting", "train:\n  momentun: 1\n", "train.momentun", "config.yaml: "),
+        ("invalid-setting", "train: {1: 1}\n", "train.1", "config.yaml: "),
+        ("unknown-input", "1: 3\n", "1", "config.yaml: "),
+        ("invalid-setting", "epochs: many\n", "train.epochs", "config.yaml: "),
         ("invalid-setting", "--epochs many", "train.epochs", ""),
         ("invalid-setting", "--latency_budget soon", "validate.latency_budget", "such as 7ms"),
         ("invalid-setting", "--set train.augmentation.min_area=1", "train.augmentation.min_area", ""),
