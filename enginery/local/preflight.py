@@ -36,6 +36,7 @@ from components.preprocess.sources import (
     local_path,
     read_sample,
 )
+from components.preprocess.sources.parallel_text import find_texts
 from components.train.config import TrainConfig
 from components.validate.config import ValidateConfig
 from enginery.doctor.machine import memory_limit
@@ -82,6 +83,7 @@ def check_inputs(arguments: Mapping[str, Any], *, in_containers: bool = False) -
     _check_pretrained(arguments)
     check_measurements(arguments, in_containers=in_containers)
     if _is_text(arguments):
+        _check_texts(arguments)
         return ""
     with TemporaryDirectory() as scratch:
         source = _listed(arguments, Path(scratch))
@@ -144,6 +146,14 @@ def _check_pretrained(arguments: Mapping[str, Any]) -> None:
 
 def _is_text(arguments: Mapping[str, Any]) -> bool:
     return TASKS[task_of(str(arguments.get("architecture") or ""))].of_text
+
+
+def _check_texts(arguments: Mapping[str, Any]) -> None:
+    """Refuse a folder without files of pairs, which are read by the step; behind a URI it finds them."""
+    data = str(arguments.get("data") or "")
+    if "preprocess" in arguments and data and not is_uri(data):
+        config = _preprocess_config(arguments)
+        find_texts(data, (config.source_language, config.target_language), Path())
 
 
 def _listed(arguments: Mapping[str, Any], scratch: Path) -> Source | None:

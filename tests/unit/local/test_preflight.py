@@ -65,6 +65,7 @@ WEIGHTS = ("--data", "{digits}", "--model", "{tmp}/m.pth", "--architecture", "re
         ("detection", (), "missing-input", "--data is required: Images with boxes: a folder, or a tar or zip of it"),
         ("segmentation", ("--data", "{tmp}/absent"), "no-data", "enginery data shapes shapes"),
         ("segmentation", (), "missing-input", "--data is required: Images with masks: "),
+        ("translation", ("--data", "{digits}"), "no-parallel-text", "languages en and de"),
         ("translation", (), "missing-input", "--data is required: Pairs of sentences: "),
         ("resnet50", (), "missing-input", "--data is required: Labelled images: a folder with one sub-folder per"),
         ("resnet50", ("--data", "{digits}", "--summary", "absent/s.json"), "no-folder", "--summary"),
