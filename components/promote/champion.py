@@ -34,7 +34,6 @@ def remeasure(
     precision: Precision,
     data: Artifact[DatasetManifest],
     progress: Callable[[int, int], None],
-    say: Callable[[str], None],
 ) -> Measured:
     """Run a registered version's bundle, as it lies in the registry, over a validation split.
 
@@ -44,7 +43,6 @@ def remeasure(
         precision: which one to run.
         data: the images.
         progress: called with images done and images in all.
-        say: called with a text if this machine has no trust policy.
 
     Raises:
         RuntimeUnavailable: nothing here runs it.
@@ -57,7 +55,9 @@ def remeasure(
         bundle = load(copy, BundleManifest, verify=ALL_FILES)
         digests = {"bundle": bundle.digest}
         check_tags(version, digests)
-        check_chain(version.label, digests, registry.statements(version), environment="", model=version.name, say=say)
+        statements = registry.statements(version)
+        # Without a policy the caller has said so, of the bundle that it promotes.
+        check_chain(version.label, digests, statements, environment="", model=version.name, say=lambda text: None)
         if bundle.manifest.classes != data.manifest.classes:
             raise EngineryError(
                 f"its {len(bundle.manifest.classes)} classes are not the {len(data.manifest.classes)} of the dataset "
@@ -211,7 +211,6 @@ class Decision:
                 present.precision,
                 self.data,
                 partial(self.log.progress, "measuring the champion", unit=unit),
-                self.log.note,
             )
         return compare_versions(self.evaluation, self._measured[number], number, self.config.tolerance_points)
 

@@ -25,7 +25,7 @@ def verify(directory: Path, key: Path | None) -> None:
     Needs no network and no registry. Ends with 1 and a line for each problem where something is wrong. Without --key
     and without a trust policy the signature is not checked, and only a signature shows who released it.
     """
-    from components.common.registry.trust import check_chain, check_folder, read_statements
+    from components.common.registry.trust import check_chain, check_folder, find_policy, read_statements
     from enginery.release.verify import public_key
     from enginery.release.verify import verify as check
 
@@ -33,14 +33,15 @@ def verify(directory: Path, key: Path | None) -> None:
     for problem in checked.problems:
         click.secho("failed: ", fg="red", nl=False, err=True)
         echo(" ".join(problem.split()), err=True)
-    if key is None and not checked.problems:
-        if signer := check_folder(f"the release {directory}", directory, say=lambda text: None):
-            checked = replace(checked, signature=f"valid, by {signer} of this machine's trust policy")
+    what = f"the release {directory}"
+    if key is None and not checked.problems and find_policy() is not None:  # else the line on the signature says it
+        signer = check_folder(what, directory)
+        checked = replace(checked, signature=f"valid, by {signer} of this machine's trust policy")
         record, chain = checked.record, checked.chain
         assert record is not None  # there where no problem is
         assert chain is not None
         statements = read_statements(directory)
-        check_chain(f"the release {directory}", chain.parts, statements, model=record.name, version=record.version)
+        check_chain(what, chain.parts, statements, model=record.name, version=record.version)
     if checked.problems:
         number = len(checked.problems)
         raise EngineryError(
