@@ -119,7 +119,7 @@ def run(config: ExportConfig, log: StepLog, *, model: Path, data: Artifact[Datas
     load_weights(network, load_file(checkpoint.file("weights.safetensors")), str(model))
     log.progress("writing ONNX", 0, 2, "FP32", unit="precisions")
     fp32 = _graphs(network)
-    calibration, selection, ids = _split(config, data)
+    calibration, selection, ids = _split(config, data, log)
     log.metrics({"onnx_relative_error": _check_against_torch(network, fp32, vocabulary, calibration[:_NUM_CHECKED])})
     plans = _PlanBuilder.of(config, log, network, text.max_tokens, _tokens(vocabulary, calibration)[0])
     search = _Search(
@@ -199,10 +199,12 @@ def _in_fp16(graphs: Graphs) -> Graphs:
     return encoder, step
 
 
-def _split(config: ExportConfig, data: Artifact[DatasetManifest]) -> tuple[Pairs, Pairs, Sequence[str]]:
+def _split(config: ExportConfig, data: Artifact[DatasetManifest], log: StepLog) -> tuple[Pairs, Pairs, Sequence[str]]:
     """Sentences to calibrate with, and others to choose by, from all of training; places of the former there."""
     pairs = read_pairs(data, "train")
     num_calibration = min(config.num_calibration_images, max(1, len(pairs) // 2))
+    if "num_selection_images" in config.model_fields_set and config.num_selection_images > NUM_SELECTION_IMAGES:
+        log.note(f"export.num_selection_images counts as {NUM_SELECTION_IMAGES:,}, the most of sentences")
     num_chosen = min(num_calibration + min(config.num_selection_images, NUM_SELECTION_IMAGES), len(pairs))
     places = random.Random(_SEED).sample(range(len(pairs)), num_chosen)  # a corpus lies file by file, often sorted
     chosen = [pairs[place] for place in places]

@@ -178,9 +178,16 @@ def test_candidates_of_plans_are_judged_by_what_their_file_says(translator: Chai
         budget=BUDGET,
         plan_weights="qdq",
     )
-    found, _ = search.run(*_split(config, data))
+    found, _ = search.run(*_split(config, data, search.log))
     assert found.selection.runtime == "onnxruntime"
     assert served.runtime == "openvino"
     assert found.selection.fp32_score_pct == pytest.approx(served.fp32_score_pct, abs=0.1)
     assert found.selection.trials[0].activations == "signed"
     assert found.selection.trials[0].score_pct == pytest.approx(served.trials[0].score_pct, abs=3)
+
+
+def test_more_selection_sentences_than_are_taken_are_noted(translator: Chain, capsys) -> None:
+    data = load(translator.dataset, DatasetManifest)
+    for given, noted in (({}, False), ({"num_selection_images": 2000}, False), ({"num_selection_images": 2001}, True)):
+        _split(ExportConfig(**given), data, StepLog("test"))
+        assert ("export.num_selection_images" in capsys.readouterr().err) == noted
