@@ -37,7 +37,8 @@ from components.preprocess.sources.samples import (
 
 WANTED = (
     "put the annotations beside the images: COCO JSON (annotations.json or instances_train.json), Pascal VOC "
-    "(Annotations/*.xml) or YOLO (labels/*.txt and data.yaml), in train/ and val/ or in one folder"
+    "(Annotations/*.xml) or YOLO (labels/*.txt and data.yaml), in train/ and val/ or in one folder; "
+    "export other formats as COCO JSON"
 )
 _MAX_UNNAMED = 10_000  # classes
 _MAX_XML_BYTES = 1 << 22

@@ -22,7 +22,7 @@ from components.preprocess.sources.samples import (
 
 WANTED = (
     "put the images into images/ and a PNG mask of the same name for each into masks/, or COCO JSON with polygons "
-    "beside the images, in train/ and val/ or in one folder"
+    "beside the images, in train/ and val/ or in one folder; export other formats as COCO JSON"
 )
 _NAMES = "classes.txt"
 _BACKGROUND = "background"  # the class of what is no object of COCO's

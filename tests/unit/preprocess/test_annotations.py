@@ -544,9 +544,16 @@ def test_json_that_is_none_or_not_as_coco_asks(text: str, tmp_path: Path) -> Non
 def test_without_annotations_or_objects(tmp_path: Path) -> None:
     write_images(tmp_path / "data", "ab")
     cvat = '<annotations><image name="a.png"><box label="cat" xtl="1" ytl="1" xbr="9" ybr="9"/></image></annotations>'
-    for name in ("annotations.txt", "annotations.xml"):  # none of VOC
-        (tmp_path / "data" / name).write_text(cvat, encoding="utf-8")
-        with refuses("no-annotations", "data"):
+    labelme = '{"imagePath": "a.png", "shapes": [{"label": "cat", "points": [[1, 1], [9, 9]]}]}'
+    label_studio = '[{"data": {"image": "a.png"}, "annotations": [{"result": []}]}]'
+    for name, text in (  # none of VOC, YOLO or COCO
+        ("annotations.txt", cvat),
+        ("annotations.xml", cvat),
+        ("a.json", labelme),
+        ("project.json", label_studio),
+    ):
+        (tmp_path / "data" / name).write_text(text, encoding="utf-8")
+        with refuses("no-annotations", "data", says="export other formats as COCO JSON"):
             packed(tmp_path / "data", tmp_path / "x")
     content = {**coco("ab"), "annotations": [], "categories": []}
     (tmp_path / "data" / "annotations.json").write_text(json.dumps(content), encoding="utf-8")
