@@ -28,6 +28,7 @@ from components.export import model_check
 from components.export.config import ExportConfig
 from components.export.sources import check_model, write_fp32_onnx
 from components.train.config import TrainConfig
+from enginery.cli.run import pipeline_command
 from enginery.datasets.shapes import write_shapes
 from enginery.local import preflight
 from enginery.local.preflight import (
@@ -204,6 +205,16 @@ def test_too_few_validation_images_are_refused_with_what_would_do(few_digits: Pa
         assert "preprocess.val_fraction=0.34" in text
     fsspec.filesystem("memory").pipe("/packed/train-0.tar", b"")
     assert "is checked after preprocess" in check_inputs({**run_of(few_digits, gate=demand), "data": "memory://packed"})
+
+
+@pytest.mark.parametrize(("dataset", "num_val"), [("shapes", 20), ("shapes", 300), ("textures", 60), ("textures", 598)])
+def test_the_command_that_follows_the_data_is_not_refused(dataset: str, num_val: int, tmp_path: Path) -> None:
+    options = ("--num-train", 60, "--num-val", num_val, "--image-size", 32, "--num-workers", 1)
+    said = registered.enginery("data", dataset, tmp_path / "data", *options).output
+    _, name, *words = said.partition("Next: enginery ")[2].split()
+    assert ("gate.confident=false" in words) == (num_val < 100)
+    file = load_once(ROOT / f"pipelines/{name}.py")
+    pipeline_command(file, check_inputs, [], local=True).main(words, standalone_mode=False)
 
 
 def test_links_that_lead_nowhere_do_not_count(tmp_path: Path, few_digits: Path) -> None:
