@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import queue
-import tarfile
 import threading
 import weakref
 from collections import deque
@@ -33,7 +32,7 @@ from components.common.contracts.records import Record, Split
 from components.common.contracts.transforms import Augmentation, TransformSpec
 from components.common.data.corruptions import Corruption, corrupted
 from components.common.data.dali_pipelines import decoder_options, evaluation_pipeline, training_pipeline
-from components.common.data.image_files import IMAGE_EXTENSIONS, decoder_reason
+from components.common.data.image_files import IMAGE_EXTENSIONS, decoder_reason, read_samples
 from components.common.tasks import TASKS, TaskName, load_task
 
 # On a GPU two pipelines decode by turns: while one waits for the slowest image of its batch, the other works. The
@@ -615,17 +614,13 @@ def translate_errors(dataset: Artifact[DatasetManifest], split: str) -> Iterator
     """
     try:
         yield
-    except (RuntimeError, UnicodeDecodeError) as error:
-        if isinstance(error, UnicodeDecodeError):  # a damaged index put odd bytes into DALI's own message
-            reason = "what it says of it is no text"
-        else:
-            text = str(error)
-            of_data = "readers.webdataset" in text or "decoders.image" in text
-            if not of_data or any(sign in text for sign in NO_MEMORY):
-                raise
-            reason = decoder_reason(error)
-        damaged = _first_damaged_sample(dataset, split)
-        if damaged:
+    except RuntimeError as error:
+        text = str(error)
+        of_data = "readers.webdataset" in text or "decoders.image" in text
+        if not of_data or any(sign in text for sign in NO_MEMORY):
+            raise
+        reason = decoder_reason(error)
+        if damaged := _first_damaged_sample(dataset, split):
             raise EngineryError(f"{damaged}. {_RENEW} (DALI: {reason})", code="damaged-dataset") from error
         raise EngineryError(
             f"DALI can't decode the {split} split of {dataset.path}, though every sample is as preprocess packed it: "
@@ -635,14 +630,22 @@ def translate_errors(dataset: Artifact[DatasetManifest], split: str) -> Iterator
 
 
 def _check_indexes(dataset: Artifact[DatasetManifest], split: str) -> None:
-    """See that the shards' indexes are as preprocess wrote them: DALI believes them, and crashes on some damaged ones.
+    """See that the shards' indexes fit manifest and shards: DALI believes them, and crashes on some that don't.
 
     Raises:
-        EngineryError: one is not.
+        EngineryError: one does not.
     """
-    for shard in dataset.manifest.splits[split].shards:  # type: ignore[index]
+    info, num_images = dataset.manifest.splits[split], 0  # type: ignore[index]
+    for shard in info.shards:
         if problem := _index_problem(dataset, shard):
             raise EngineryError(f"{problem}. {_RENEW}", code="damaged-dataset")
+        num_images += _num_indexed(dataset, shard)
+    if num_images != info.num_images:
+        raise EngineryError(
+            f"the indexes of the {split} split of {dataset.path} list {num_images} images, its manifest says "
+            f"{info.num_images}. {_RENEW}",
+            code="damaged-dataset",
+        )
 
 
 def _index_problem(dataset: Artifact[DatasetManifest], shard: str) -> str:
@@ -651,35 +654,44 @@ def _index_problem(dataset: Artifact[DatasetManifest], shard: str) -> str:
     return file_problem(dataset.path, name, entry.size_bytes, entry.digest)
 
 
+def _num_indexed(dataset: Artifact[DatasetManifest], shard: str) -> int:
+    """Samples that an index lists, whose digest may be right although nobody packed it.
+
+    Raises:
+        EngineryError: a member does not lie behind the one before and in the shard, or is none that is packed.
+    """
+    index, shard_bytes = dataset.file(shard).with_suffix(".idx"), dataset.manifest.files[shard].size_bytes
+    kinds = [extension.encode() for extension in IMAGE_EXTENSIONS], [TASKS[dataset.manifest.task].label_member.encode()]
+    with suppress(ValueError, OverflowError):  # no numbers, or too large ones
+        # A line has less than 128 bytes, and its members 2048 or more.
+        data = index.read_bytes() if index.stat().st_size <= shard_bytes / 16 else b""
+        head, _, lines = data.partition(b"\n")
+        fields = lines.split()  # extension, offset, size and name of an image, then of its label
+        starts, sizes = (np.fromiter(map(int, fields[column::4]), np.int64) for column in (1, 2))
+        edges = np.stack([starts, starts + sizes], axis=1).ravel()  # a sum that is too large is negative
+        in_order = (np.append(edges, shard_bytes) >= np.append(0, edges)).all()
+        known = all(set(fields[4 * place :: 8]) <= set(kind) for place, kind in enumerate(kinds))
+        number, rest = divmod(len(fields), 8)
+        if in_order and known and not rest and data.isascii() and head == b"v1.2 %d" % number:
+            return number
+    raise EngineryError(f"{index} does not list the samples of its shard. {_RENEW}", code="damaged-dataset")
+
+
 def _first_damaged_sample(dataset: Artifact[DatasetManifest], split: str) -> str:
     """The first sample of a split that is not what preprocess packed, as a sentence; empty when all are."""
     with dataset.file(f"{split}.jsonl").open(encoding="utf-8") as lines:
         entries = {entry["key"]: entry for entry in map(json.loads, lines)}
-    missing = set(entries)
     for shard in dataset.manifest.splits[split].shards:  # type: ignore[index]
         file = dataset.file(shard)
-        if problem := _index_problem(dataset, shard):
-            return problem
         try:
-            with tarfile.open(file) as archive:
-                for member in archive:
-                    key, _, extension = member.name.partition(".")
-                    missing.discard(key)
-                    content = archive.extractfile(member)
-                    entry = entries.get(key, {"path": "unknown", "sha256": ""})
-                    wanted = entry["sha256"] if extension in IMAGE_EXTENSIONS else entry.get("label_sha256")
-                    if wanted is None or content is None:
-                        continue
-                    if hashlib.sha256(content.read()).hexdigest() != wanted:
+            for key, members in read_samples(file, entries.__contains__):
+                for extension, data in members.items():
+                    wanted = entries[key].get("sha256" if extension in IMAGE_EXTENSIONS else "label_sha256")
+                    if wanted and hashlib.sha256(data).hexdigest() != wanted:
                         return (
-                            f"the shard {file} is damaged: sample {member.name}, made from {entry['path']}, "
+                            f"the shard {file} is damaged: sample {key}.{extension}, made from {entries[key]['path']}, "
                             "is not what preprocess packed"
                         )
-        except (OSError, tarfile.TarError) as error:
+        except OSError as error:
             return f"the shard {file} is damaged: {error}"
-    if missing:  # a tar ends at the first block of zeros
-        lost = entries[min(missing)]["path"]
-        return (
-            f"the {split} shards of {dataset.path} are damaged: {len(missing)} samples are gone, such as that of {lost}"
-        )
     return ""

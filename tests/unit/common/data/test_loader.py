@@ -28,6 +28,7 @@ from tests.conftest import Dataset, preprocess
 from tests.unit.positions import picture, plain
 from tests.unit.preprocess.builders import listing
 from tests.unit.refusals import refuses
+from tests.unit.registered import replace_file, reseal
 
 NUM_TRAIN, NUM_VAL = 53, 37
 PLAIN = plain(32)  # so that colours can be read back
@@ -173,7 +174,7 @@ def test_an_image_that_is_damaged_or_that_dali_refuses(colours: Dataset, tmp_pat
 
 
 def test_a_block_of_zeros_over_samples(colours: Dataset, tmp_path: Path) -> None:
-    """A disk's typical damage ends the tar there, so that the samples behind it are missing."""
+    """A disk's typical damage."""
     copy = Path(shutil.copytree(colours.path, tmp_path / "dataset"))
     shard = copy / colours.manifest.splits["val"].shards[0]
     with tarfile.open(shard) as archive:
@@ -181,8 +182,41 @@ def test_a_block_of_zeros_over_samples(colours: Dataset, tmp_path: Path) -> None
     data = bytearray(shard.read_bytes())
     data[third.offset : third.offset + 4096] = bytes(4096)
     shard.write_bytes(data)
-    with refuses("damaged-dataset", says=f"samples are gone, such as that of {listing(colours, 'val')[2]['path']}"):
+    with refuses("damaged-dataset", says=listing(colours, "val")[2]["path"]):
         list(Loader(load(copy, DatasetManifest), "val", PLAIN, batch_size=8))
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "value"),
+    [
+        (12, 2, b"1000000"),  # behind the shard's end, where DALI ended with the process
+        (37, 2, b"9223372036854775807"),  # the end has no int64
+        (3, 2, b"-5"),
+        (3, 1, b"512"),  # a member twice
+        (3, 1, b"1e3"),
+        (3, 0, b"cls"),
+        (3, 3, b"name\njpg"),  # a member more
+        (3, 3, b"\xff"),  # which DALI's message would not be text with
+        (0, 1, b"36"),
+        (0, 1, b"99999999999"),
+        (37, 3, b" " * 100_000),  # more text than such a shard's index has
+    ],
+)
+def test_an_index_that_its_author_sealed(colours: Dataset, tmp_path: Path, line: int, field: int, value: bytes) -> None:
+    copy = Path(shutil.copytree(colours.path, tmp_path / "dataset"))
+    index = colours.manifest.splits["val"].shards[0].replace(".tar", ".idx")
+    lines = [text.split(b" ") for text in (copy / index).read_bytes().splitlines()]
+    lines[line][field] = value
+    replace_file(copy, index, b"".join(b" ".join(fields) + b"\n" for fields in lines))
+    with refuses("damaged-dataset", says=index):
+        Loader(load(copy, DatasetManifest, verify=ALL_FILES), "val", PLAIN, batch_size=8)
+
+
+def test_indexes_list_all_images_of_the_manifest(colours: Dataset, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(colours.path, tmp_path / "dataset"))
+    reseal(copy, lambda record: record["splits"]["val"].update(num_images=NUM_VAL + 1))
+    with refuses("damaged-dataset", says=str(NUM_VAL + 1)):
+        Loader(load(copy, DatasetManifest), "val", PLAIN, batch_size=8)
 
 
 @pytest.fixture(scope="module")
