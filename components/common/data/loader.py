@@ -34,6 +34,7 @@ from components.common.data.corruptions import Corruption, corrupted
 from components.common.data.dali_pipelines import decoder_options, evaluation_pipeline, training_pipeline
 from components.common.data.image_files import IMAGE_EXTENSIONS, decoder_reason, read_samples
 from components.common.tasks import TASKS, TaskName, load_task
+from components.common.tasks.segmentation import VOID
 
 # On a GPU two pipelines decode by turns: while one waits for the slowest image of its batch, the other works. The
 # second one leaves out up to a batch more, so up to a step: only where an epoch has many.
@@ -43,6 +44,8 @@ _RENEW = "Make the dataset again with `python -m components.preprocess` (in a pi
 # What an error says when memory ran out: torch, CUDA; DALI (dali/core/cuda_error.h), twice; cuDNN and cuBLAS; torch on
 # a CPU.
 NO_MEMORY = ("out of memory", "Can't allocate", "CUDA allocation failed", "ALLOC_FAILED", "can't allocate memory")
+# What it says where a sample is to blame; the last two of labels.
+_OF_DATA = ("readers.webdataset", "decoders.image", "reinterpret", "IsDenseTensor")
 READ_TIMEOUT_S = 300.0
 # Of the JPEG files, the share that the hardware decoder takes. DALI's own 0.65 is slower on an H200 (see
 # benchmarks/loader.py).
@@ -486,9 +489,24 @@ class Loader:
             images = self._owned.copied(images)
         # DALI reads labels on the host; images, and masks with them, may already be on the GPU.
         fetched = self._owned_labels.copied(batch["labels"]) if batch["labels"].is_cuda else batch["labels"]
-        labels = self._task.labels(fetched).repeat_interleave(self._num_versions, dim=0)
+        labels = self._task.labels(fetched)
+        if not labels.is_cuda:  # masks on a GPU are not waited for
+            self._check_classes(labels)
+        labels = labels.repeat_interleave(self._num_versions, dim=0)
         labels = labels.to(images.device, non_blocking=True)
         return Batch(images=images, labels=labels, task=self._dataset.manifest.task)
+
+    def _check_classes(self, labels: torch.Tensor) -> None:
+        """See that labels, as Batch has them, are classes of the dataset: they become places in memory."""
+        task = self._dataset.manifest.task
+        classes = labels[..., 4] if task == "detection" else labels
+        blank = {"detection": -1, "segmentation": VOID}.get(task, 0)
+        if not ((classes == blank) | ((classes >= 0) & (classes < self.num_classes))).all():
+            raise EngineryError(
+                f"a label of the {self._split} split of {self._dataset.path} is none of its {self.num_classes} "
+                f"classes. {_RENEW}",
+                code="damaged-dataset",
+            )
 
     def _watched(self, function: Callable[[], _Result]) -> _Result:
         try:
@@ -616,7 +634,7 @@ def translate_errors(dataset: Artifact[DatasetManifest], split: str) -> Iterator
         yield
     except RuntimeError as error:
         text = str(error)
-        of_data = "readers.webdataset" in text or "decoders.image" in text
+        of_data = any(sign in text for sign in _OF_DATA)
         if not of_data or any(sign in text for sign in NO_MEMORY):
             raise
         reason = decoder_reason(error)

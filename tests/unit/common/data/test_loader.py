@@ -212,6 +212,27 @@ def test_an_index_that_its_author_sealed(colours: Dataset, tmp_path: Path, line:
         Loader(load(copy, DatasetManifest, verify=ALL_FILES), "val", PLAIN, batch_size=8)
 
 
+@pytest.mark.parametrize("label", ["3", "-1", "x", "\xff"])
+def test_a_label_that_is_no_class_of_the_dataset(colours: Dataset, tmp_path: Path, label: str) -> None:
+    copy = Path(shutil.copytree(colours.path, tmp_path / "dataset"))
+    shard = copy / colours.manifest.splits["val"].shards[0]
+    with tarfile.open(shard) as archive:
+        member = [member for member in archive if member.name.endswith(".cls")][3]
+    data = bytearray(shard.read_bytes())
+    data[member.offset_data : member.offset_data + member.size] = label.zfill(member.size).encode("latin-1")
+    shard.write_bytes(data)
+    with refuses("damaged-dataset", says="none of its 3 classes"):
+        list(Loader(load(copy, DatasetManifest), "val", PLAIN, batch_size=8))
+
+
+def test_labels_of_two_sizes(colours: Dataset, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(colours.path, tmp_path / "dataset"))
+    index = colours.manifest.splits["val"].shards[0].replace(".tar", ".idx")
+    replace_file(copy, index, (copy / index).read_bytes().replace(b" 000000003.cls", b"0 000000003.cls"))
+    with refuses("undecodable-dataset"):
+        list(Loader(load(copy, DatasetManifest), "val", PLAIN, batch_size=8))
+
+
 def test_indexes_list_all_images_of_the_manifest(colours: Dataset, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(colours.path, tmp_path / "dataset"))
     reseal(copy, lambda record: record["splits"]["val"].update(num_images=NUM_VAL + 1))
