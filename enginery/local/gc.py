@@ -40,7 +40,7 @@ class InUse:
 
     runs: dict[str, str] = field(default_factory=dict)  # MLflow run's id and name -> "model@alias (version 3)"
     versions: dict[str, str] = field(default_factory=dict)  # "model/3" -> the same
-    stores: frozenset[str] = frozenset()  # tracking stores that were asked, without credentials
+    stores: frozenset[str] = frozenset()  # that were asked, without credentials: one that is gone was not
     known: frozenset[str] = frozenset()  # MLflow ids of runs that name another store, and are in one that was asked
 
     def reason(self, run: PastRun) -> str:
@@ -52,7 +52,8 @@ class InUse:
             return f"{found} points to it"
         asked = summary is None or summary.tracking_uri in self.stores or run.mlflow_run_id in self.known
         if summary and registered and not asked:
-            return f"{registered} is registered in {summary.tracking_uri}; set MLFLOW_TRACKING_URI to ask there"
+            there = f"{registered} is registered in {summary.tracking_uri}"
+            return f"{there}; set MLFLOW_TRACKING_URI to where that store is now"
         return ""
 
 
@@ -102,13 +103,12 @@ def in_use(state: StateDirectory, past: Sequence[PastRun] = ()) -> InUse:
     Raises:
         EngineryError: a store can't be asked; then nothing may be removed.
     """
-    current = state.tracking_uri
     files = [run.summary.tracking_uri for run in past if run.summary and run.summary.registered]
-    uris = [current, state.default_tracking_uri, *(uri for uri in files if uri.startswith("sqlite:///"))]
+    uris = [state.tracking_uri, state.default_tracking_uri, *(uri for uri in files if uri.startswith("sqlite:///"))]
     uris = [uri for uri in dict.fromkeys(uris) if not is_new(uri)]  # asking MLflow would make it
-    stores = frozenset(without_credentials(uri) for uri in (*uris, current))
+    stores = frozenset(map(without_credentials, uris))
     if not uris:
-        return InUse(stores=stores)
+        return InUse()
     # Two retries of ten seconds: a person waits. MLflow's own defaults take many minutes.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")

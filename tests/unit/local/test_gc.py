@@ -132,6 +132,13 @@ def test_run_registered_in_a_store_that_was_not_asked_survives(tmp_path: Path) -
     assert "http://mlflow.example; set MLFLOW_TRACKING_URI" in next(iter(kept.values()))
 
 
+def test_run_registered_in_a_database_that_is_gone_survives(tmp_path: Path) -> None:
+    """As on a disk that is not mounted."""
+    state = StateDirectory(path=tmp_path)
+    run = make_run(tmp_path, 60, registered="digits/7", tracking_uri=state.default_tracking_uri)
+    assert set(decide(tmp_path, in_use(state, past_runs(tmp_path / "runs")), keep=0)[1]) == {run.name}
+
+
 def test_moved_state_directory_and_database_of_another_one(
     registry: tuple[Path, dict[str, str]], tmp_path, monkeypatch
 ) -> None:
