@@ -84,7 +84,7 @@ class FileEntry(Record):
 class Split(Record):
     """One part of a dataset: its shards and how many images of each class they hold."""
 
-    num_images: int
+    num_images: int = Field(ge=1)
     shards: tuple[FileName, ...] = Field(description="WebDataset tar files; each has a DALI index beside it (.idx).")
     class_counts: tuple[int, ...] = Field(
         description="Images per class, in the order of `classes`; objects, where images have several."

@@ -238,6 +238,9 @@ def test_indexes_list_all_images_of_the_manifest(colours: Dataset, tmp_path: Pat
     reseal(copy, lambda record: record["splits"]["val"].update(num_images=NUM_VAL + 1))
     with refuses("damaged-dataset", says=str(NUM_VAL + 1)):
         Loader(load(copy, DatasetManifest), "val", PLAIN, batch_size=8)
+    reseal(copy, lambda record: record["splits"]["val"].update(num_images=0))  # so that none was read, in silence
+    with refuses("invalid-manifest", says="num_images"):
+        load(copy, DatasetManifest)
 
 
 @pytest.fixture(scope="module")
