@@ -265,8 +265,10 @@ def resolve_arguments(
     try:
         arguments = _checked(file, plain, steps)
     except UserError as error:
-        names = {error.setting, error.setting.rpartition(".")[2]}  # "train.epochs" is also the input "epochs"
-        if names & flatten(content).keys() and not names & {*flags, *(text.partition("=")[0] for text in assignments)}:
+        setting = error.setting.partition("[")[0]
+        parts = setting.split(".")  # "train.epochs" is also the input "epochs"
+        typed = {*flags, *(text.partition("=")[0].rpartition(".")[2] for text in assignments)}
+        if {setting, parts[-1]} & flatten(content).keys() and typed.isdisjoint(parts):
             raise UserError(f"{config_file}: {error}", code=error.code, setting=error.setting) from None
         raise
     model, architecture = (str(arguments.get(name) or "") for name in ("model", "architecture"))

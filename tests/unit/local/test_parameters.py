@@ -104,6 +104,7 @@ def test_defaults_are_the_pipelines_and_a_mapping_can_be_set(arguments: Argument
         ("invalid-setting", "train: {1: 1}\n", "train.1", "config.yaml: "),
         ("unknown-input", "1: 3\n", "1", "config.yaml: "),
         ("invalid-setting", "epochs: many\n", "train.epochs", "config.yaml: "),
+        ("invalid-setting", "train:\n  image_sizes: [7]\n", "train.image_sizes[0]", "config.yaml: "),
         ("invalid-setting", "--epochs many", "train.epochs", ""),
         ("invalid-setting", "--latency_budget soon", "validate.latency_budget", "such as 7ms"),
         ("invalid-setting", "--set train.augmentation.min_area=1", "train.augmentation.min_area", ""),
@@ -129,6 +130,19 @@ def test_what_is_refused_and_how(arguments: Arguments, code: str, given: str, se
     assert caught.value.exit_code == 2
     assert caught.value.setting.startswith(setting)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "assignment"),
+    [
+        ("seed: 1\n", "train.seed=-5"),
+        ("train: {augmentation: {min_area: 0.1}}\n", "train.augmentation={min_area: 2}"),
+    ],
+)
+def test_a_file_is_not_blamed_for_what_was_typed(arguments: Arguments, text: str, assignment: str) -> None:
+    with refuses("invalid-setting") as caught:
+        arguments(text, assignment)
+    assert "config.yaml" not in str(caught.value)
 
 
 def test_all_errors_of_all_steps_come_at_once(arguments: Arguments) -> None:
