@@ -184,7 +184,10 @@ def main(
         if target is None:
             baseline = next(iter(settings))
             list(pool.map(measure, *zip(*(pair for pair in each if pair[1] == baseline), strict=True)))
-            target = min(run["best_top1_pct"] for run in runs if "failed" not in run) - 1
+            ended = [run["best_top1_pct"] for run in runs if "failed" not in run]
+            if not ended:
+                raise SystemExit("no training of the first recipe ended, so there is no target")
+            target = min(ended) - 1
             each = [pair for pair in each if pair[1] != baseline]
         list(pool.map(measure, *zip(*each, strict=True)))
 

@@ -34,7 +34,6 @@ from components.common.data.corruptions import Corruption, corrupted
 from components.common.data.dali_pipelines import decoder_options, evaluation_pipeline, training_pipeline
 from components.common.data.image_files import IMAGE_EXTENSIONS, decoder_reason, read_samples
 from components.common.tasks import TASKS, TaskName, load_task
-from components.common.tasks.segmentation import VOID
 
 # On a GPU two pipelines decode by turns: while one waits for the slowest image of its batch, the other works. The
 # second one leaves out up to a batch more, so up to a step: only where an epoch has many.
@@ -491,17 +490,20 @@ class Loader:
         fetched = self._owned_labels.copied(batch["labels"]) if batch["labels"].is_cuda else batch["labels"]
         labels = self._task.labels(fetched)
         if not labels.is_cuda:  # masks on a GPU are not waited for
-            self._check_classes(labels)
+            self._check_classes(fetched, labels)
         labels = labels.repeat_interleave(self._num_versions, dim=0)
         labels = labels.to(images.device, non_blocking=True)
         return Batch(images=images, labels=labels, task=self._dataset.manifest.task)
 
-    def _check_classes(self, labels: torch.Tensor) -> None:
-        """See that labels, as Batch has them, are classes of the dataset: they become places in memory."""
-        task = self._dataset.manifest.task
-        classes = labels[..., 4] if task == "detection" else labels
-        blank = {"detection": -1, "segmentation": VOID}.get(task, 0)
-        if not ((classes == blank) | ((classes >= 0) & (classes < self.num_classes))).all():
+    def _check_classes(self, fetched: torch.Tensor, labels: torch.Tensor) -> None:
+        """See that labels, as they are packed and as Batch has them, are classes: they become places in memory."""
+        task, given = self._dataset.manifest.task, labels
+        if task == "detection":
+            given = labels[..., 4]
+        elif task == "segmentation":
+            given = fetched
+        low, high = (given + 1).aminmax()  # one more: -1 is no box, and in the bytes of a mask VOID is -1
+        if not int(task == "classification") <= low <= high <= self.num_classes:
             raise EngineryError(
                 f"a label of the {self._split} split of {self._dataset.path} is none of its {self.num_classes} "
                 f"classes. {_RENEW}",

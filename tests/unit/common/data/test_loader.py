@@ -2,6 +2,7 @@
 
 import colorsys
 import hashlib
+import math
 import multiprocessing
 import os
 import shutil
@@ -10,6 +11,7 @@ import time
 import warnings
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -223,6 +225,26 @@ def test_a_label_that_is_no_class_of_the_dataset(colours: Dataset, tmp_path: Pat
     shard.write_bytes(data)
     with refuses("damaged-dataset", says="none of its 3 classes"):
         list(Loader(load(copy, DatasetManifest), "val", PLAIN, batch_size=8))
+
+
+@pytest.mark.parametrize(
+    ("task", "known", "unknown"),
+    [("detection", [-1, 0, 2], [3, -2, math.nan]), ("segmentation", [255, 0, 2], [3, 254])],
+)
+def test_classes_of_boxes_and_masks(colours: Dataset, task: str, known: list[float], unknown: list[float]) -> None:
+    loader = Loader(colours, "val", PLAIN, batch_size=8)
+    loader._dataset = SimpleNamespace(manifest=SimpleNamespace(task=task), path="dataset")  # type: ignore[assignment]
+
+    def check(number: float) -> None:
+        boxes = torch.zeros(2, 4, 6)
+        boxes[1, 3, 4] = number
+        loader._check_classes(boxes[..., 4].to(torch.uint8), boxes)
+
+    for number in known:
+        check(number)
+    for number in unknown:
+        with refuses("damaged-dataset"):
+            check(number)
 
 
 def test_labels_of_two_sizes(colours: Dataset, tmp_path: Path) -> None:
