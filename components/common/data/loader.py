@@ -502,6 +502,8 @@ class Loader:
             given = labels[..., 4]
         elif task == "segmentation":
             given = fetched
+        if not len(given):  # of a process with fewer images than the others
+            return
         low, high = (given + 1).aminmax()  # one more: -1 is no box, and in the bytes of a mask VOID is -1
         if not int(task == "classification") <= low <= high <= self.num_classes:
             raise EngineryError(
