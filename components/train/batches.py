@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from components.common.contracts.errors import UserError, shortened
-from components.common.runtimes.architectures import check_pooling
+from components.common.runtimes.architectures import call_on_meta, check_pooling
 from components.train.config import TrainConfig
 
 
@@ -115,15 +115,11 @@ def check_sizes(model: nn.Module, config: TrainConfig, plan: BatchPlan) -> None:
 
 def _refusal(model: nn.Module, batch_size: int, side: int, *, training: bool) -> str:
     """Return the model's error for a batch of zeros, in one line; empty if it takes it."""
-    weights = {
-        name: torch.empty_like(tensor, device="meta")
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
     was_training = model.training
     model.train(training)
     try:
         with torch.no_grad():
-            torch.func.functional_call(model, weights, (torch.empty(batch_size, 3, side, side, device="meta"),))
+            call_on_meta(model, torch.empty(batch_size, 3, side, side, device="meta"))
     except (*_REFUSALS, NotImplementedError, TypeError):
         # Without data some models can't run at all, so a copy has the last word.
         with torch.no_grad(), torch.random.fork_rng(devices=[]):

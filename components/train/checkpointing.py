@@ -139,7 +139,13 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: di
     try:
         temporary.touch()
         mode = temporary.stat().st_mode  # by the umask; safetensors puts a file in its place that is its owner's alone
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+        given, seen = {}, set()
+        for name, tensor in tensors.items():
+            given[name] = tensor.detach().cpu().contiguous()
+            if (place := given[name].untyped_storage().data_ptr()) in seen:  # a module in two places, say
+                given[name] = given[name].clone()
+            seen.add(place)
+        save_file(given, temporary, metadata)
         temporary.chmod(mode)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())

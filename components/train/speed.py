@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from components.common.contracts.records import ProfiledOperation, ProfileRecord
 from components.common.data.loader import Batch
 from components.common.process.gpu_monitor import GpuReading, monitor_of
+from components.common.runtimes.architectures import call_on_meta
 from components.train.distributed import World, gather
 
 # What matrix units reach without sparsity, in TFLOP/s, by NVIDIA's data sheets: (fp16 and bf16, TF32, FP32 without
@@ -47,16 +48,12 @@ def flops_per_image(model: nn.Module, shape: Sequence[int], dtype: torch.dtype =
     Counts convolutions and matrix products, as torch's flop counter does, on tensors without data. Layers that are
     frozen count only what training needs of them. None for a model that can't run without data.
     """
-    weights = {
-        name: torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
     images = torch.empty(2, *shape, dtype=dtype, device="meta")  # BatchNorm wants more than one
     was_training = model.training
     model.train()
     try:
         with FlopCounterMode(display=False) as counter:
-            torch.func.functional_call(model, weights, (images,)).sum().backward()
+            call_on_meta(model, images).sum().backward()
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return None
     finally:

@@ -7,6 +7,7 @@ import zipfile
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -92,6 +93,22 @@ def build_model(architecture: str, num_classes: int) -> nn.Module:
     import torchvision
 
     return torchvision.models.get_model(architecture, weights=None, num_classes=num_classes, **options)
+
+
+def call_on_meta(model: nn.Module, images: torch.Tensor) -> Any:
+    """Run a model on copies of its tensors that have no data, and return its output; the model stays as it is.
+
+    Args:
+        model: any.
+        images: on the meta device.
+    """
+    # Each tensor by one name: with two, as of a module in two places, torch puts back the copy instead.
+    weights = {
+        f"{path}.{name}".removeprefix("."): torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+        for path, module in model.named_modules()
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    }
+    return torch.func.functional_call(model, weights, (images,), tie_weights=False)
 
 
 def read_weights(path: Path, source: str = "") -> dict[str, torch.Tensor]:
@@ -271,14 +288,11 @@ def _uneven_pooling(network: nn.Module, image_size: int) -> str | None:
     if all(layer.output_size in (1, (1, 1)) for layer in layers.values()):
         return ""
     hooks = [layer.register_forward_hook(partial(note, name)) for name, layer in layers.items()]
-    tensors = (*network.named_parameters(), *network.named_buffers())
-    weights = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
     modes = [(module, module.training) for module in network.modules()]
     network.eval()
     try:
         with torch.no_grad():
-            images = torch.empty(1, 3, image_size, image_size, device="meta")
-            torch.func.functional_call(network, weights, (images,))
+            call_on_meta(network, torch.empty(1, 3, image_size, image_size, device="meta"))
     except (AssertionError, RuntimeError, TypeError, ValueError):  # it may need numbers, or other images
         return uneven[0] if uneven else None
     finally:

@@ -264,6 +264,13 @@ def test_the_best_epoch_can_be_the_result(go: Go, tmp_path: Path, monkeypatch: p
     assert all(torch.equal(value, weights[1][name]) for name, value in published.items())
 
 
+def test_a_tensor_of_two_names_is_written_twice(tmp_path: Path) -> None:
+    """Of a module in two places, as CoaT has them."""
+    weight = torch.arange(3.0)
+    write_safetensors(tmp_path / WEIGHTS, {"one": weight, "other": weight})
+    assert load_file(tmp_path / WEIGHTS).keys() == {"one", "other"}
+
+
 def test_weights_are_readable_by_whom_the_umask_lets(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     write_safetensors(tmp_path / WEIGHTS, {"w": torch.zeros(2)})
