@@ -10,14 +10,13 @@ convolutions and matrix products. The limits are measured in the same run: a cop
 import gzip
 import json
 import math
-import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import torch
+from torch.utils.benchmark import Timer
 
 from benchmarks.results import Results, result_options
 from benchmarks.train_cell import Cell, train
@@ -27,7 +26,7 @@ from components.train.speed import TRACE
 
 _BYTES = {"double": 8, "long": 8, "long int": 8, "float": 4, "int": 4, "c10::Half": 2, "c10::BFloat16": 2}
 _NUM_STEPS = 3  # that benchmarks.train_cell records
-_RELU, _SHORTCUT, _POOLED = 1, 2, 3  # modes of components.train.fused_norm
+_SHORTCUT, _POOLED = 2, 3  # modes of components.train.fused_norm
 _KINDS = {
     "aten::convolution": "convolutions forward",
     "aten::_convolution": "convolutions forward",
@@ -43,14 +42,14 @@ _KINDS = {
 
 
 class Limits(NamedTuple):
-    """What a GPU does at best."""
+    """The highest rates of a GPU."""
 
     bytes_per_s: float
     flop_per_s: float
 
 
 class Work(NamedTuple):
-    """What an operator has to do at least; None where it is not known."""
+    """The least that an operator has to do; None where it is not known."""
 
     num_bytes: float | None = None
     flop: float = 0
@@ -154,25 +153,15 @@ def measures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def measure_limits(dtype: torch.dtype) -> Limits:
-    """Rates of a copy and of a product of matrices on the GPU, the best of several."""
+    """Rates of a copy and of a product of matrices on the GPU."""
     source = torch.empty(1 << 31, dtype=torch.int8, device="cuda")
-    target = torch.empty_like(source)
-    square = torch.randn(8192, 8192, device="cuda", dtype=dtype)
-    copied, multiplied = best_seconds(lambda: target.copy_(source)), best_seconds(lambda: square @ square)
-    return Limits(2 * len(source) / copied, 2 * len(square) ** 3 / multiplied)
-
-
-def best_seconds(run: Callable[[], Any]) -> float:
-    """Seconds of a call, ten of them in a row, the best of seven times."""
-    found = []
-    for _ in range(7):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(10):
-            run()
-        torch.cuda.synchronize()
-        found.append((time.perf_counter() - began) / 10)
-    return min(found)
+    tensors = {"source": source, "target": torch.empty_like(source)}
+    tensors["square"] = torch.randn(8192, 8192, device="cuda", dtype=dtype)
+    copied, multiplied = (
+        Timer(statement, globals=tensors).blocked_autorange(min_run_time=0.5).median
+        for statement in ("target.copy_(source)", "square @ square")
+    )
+    return Limits(2 * len(source) / copied, 2 * 8192**3 / multiplied)
 
 
 @click.command()

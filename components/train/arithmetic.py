@@ -101,7 +101,8 @@ class SmallConv2d(nn.Conv2d):
 
     def _conv_forward(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         # input: [B, C, H, W] float32, channels_last
-        (kernel_h, kernel_w), (stride_h, stride_w), padding = self.kernel_size, self.stride, self.padding
+        (kernel_h, kernel_w), (stride_h, stride_w) = self.kernel_size, self.stride
+        padding = (0, 0) if self.padding == "valid" else self.padding
         skips = self.kernel_size == (1, 1) and max(self.stride) > 1 and self.in_channels < _FEW_CHANNELS
         is_small = skips or input.shape[2] * input.shape[3] * kernel_h * kernel_w <= _MAX_ROWS
         if isinstance(padding, str) or not is_small:

@@ -196,9 +196,9 @@ class SpeedMeter:
         return self._load(seconds)
 
     def _load(self, seconds: float) -> dict[str, float]:
-        """What starts with gpu is the process's (per cent, bytes, W, degrees Celsius), as far as NVML knows it.
+        """Return CPU (per cent) and memory (bytes) of the machine, and of the process's GPU as far as NVML knows it.
 
-        CPU (per cent) and memory (bytes) are the machine's.
+        The latter's names start with gpu: per cent, bytes, W, degrees Celsius.
         """
         values = {"cpu_pct": psutil.cpu_percent(), "memory_bytes": float(psutil.virtual_memory().used)}
         if self._monitor is not None:

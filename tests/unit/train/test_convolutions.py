@@ -13,6 +13,7 @@ LAYERS = {
     "3x3": {"kernel_size": 3, "padding": 1, "bias": False},
     "3x3, every second pixel": {"kernel_size": 3, "padding": 1, "stride": 2},
     "1x3": {"kernel_size": (1, 3), "padding": (0, 1)},
+    "1x1, valid": {"kernel_size": 1, "stride": 2, "padding": "valid"},
     "much padding": {"kernel_size": 3, "padding": 2, "stride": 2},
     "1x1, padding alone": {"kernel_size": 1, "padding": 1, "stride": 2},
 }
