@@ -1,6 +1,6 @@
 """Detection and segmentation on one GPU: trained on shapes, exported, validated, beside torchvision's own training.
 
-    enginery data shapes DIR --num-train 40000 --num-val 2000 --image-size 512
+    enginery data shapes DIR --num-train 40000 --num-val 4000 --image-size 512
     python -m benchmarks.tasks_gpu --data DIR --work WORK --machine h200 detection segmentation
 
 Every step is the command that users run; speeds are those of benchmarks.networks. Nothing else may use the GPU.
@@ -46,6 +46,7 @@ NETWORKS = {"detection": "retinanet_resnet50_fpn", "segmentation": "deeplabv3_re
 @click.option("--compile", "compile_mode", default="off", show_default=True, help="train.compile")
 @click.option("--opt-batch", default=_BATCH_SIZE, show_default=True, help="That TensorRT tunes its kernels for.")
 @click.option("--optimization-level", default=1, show_default=True, help="0 builds fastest, 5 runs fastest.")
+@click.option("--mixed-engines", default=1, show_default=True, help="That export builds of blocks in INT8 and FP16.")
 @click.option("--reference-seconds", default=20.0, show_default=True, help="Of torchvision's training.")
 @result_options
 def main(
@@ -58,6 +59,7 @@ def main(
     compile_mode: str,
     opt_batch: int,
     optimization_level: int,
+    mixed_engines: int,
     reference_seconds: float,
     results: Results,
 ) -> None:
@@ -77,7 +79,7 @@ def main(
         reference = _reference(task, name, data, image_size, reference_seconds)
         print(json.dumps({"task": task, "history": [each.model_dump() for each in history], **reference}), flush=True)
         plans = ("--tensorrt", "on", "--optimization-level", str(optimization_level), "--opt-batch", str(opt_batch))
-        plans += ("--max-batch", str(_BATCH_SIZE), "--mixed-engines", "1", "--num-selection-images", "1000")
+        plans += ("--max-batch", str(_BATCH_SIZE), "--mixed-engines", str(mixed_engines))
         checkpoint = ("--model", str(folder / "checkpoint"))
         seconds["export"] = run_step("export", dataset, folder / "bundle", *checkpoint, *plans)
         speeds = ("--benchmark-batch-sizes", f"[1, {_BATCH_SIZE}]", "--benchmark-streams", "[1]")
