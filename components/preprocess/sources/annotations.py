@@ -14,13 +14,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from components.common.contracts.errors import UserError
-from components.preprocess.sources.folders import File, is_image_name, sample_of
+from components.preprocess.sources.folders import File, is_image_name, sample_of, shown
 from components.preprocess.sources.samples import (
     ClassNames,
     Options,
     Sample,
     Source,
     Storage,
+    check_names_differ,
     hold_out_share,
     split_of,
     with_refused,
@@ -78,13 +79,19 @@ class Found:
     classes: ClassNames
     refused: dict[str, str]  # why images can't be used
 
-    def source(self, names: ClassNames, storage: Storage, options: Options, files: Iterable[str]) -> Source:
-        """The images of all `files` as samples, with classes of these names, or of the user's in their order."""
+    def source(self, names: ClassNames, where: str, storage: Storage, options: Options, files: Iterable[str]) -> Source:
+        """The images of all `files` as samples, with classes of these names, or of the user's in their order.
+
+        Raises:
+            UserError: two classes have one name to people, or as split_samples.
+        """
         labels: Mapping[Any, int] = names.labels
         if options.names is not None:
             known = options.names.labels
             labels = {key: known[names.names[label]] for key, label in labels.items() if names.names[label] in known}
             names = options.names
+        else:
+            check_names_differ(names.names, where)
         samples = [
             (of, replace(sample_of(file, 0), annotation=annotated.encoded(labels)))
             for path, (file, split, annotated) in sorted(self.images.items())
@@ -140,7 +147,7 @@ class Index:
         self._by_stem: dict[str, list[File]] = {}
         self._other_names: set[str] = set()  # of what is read as no image
         for path, file in files.items():
-            name = _composed(path.rpartition("/")[2])
+            name = composed(path.rpartition("/")[2])
             if not is_image_name(path):
                 self._other_names.add(name)
             else:
@@ -157,7 +164,7 @@ class Index:
         best: dict[str, _Fit] = {}
         for named_in, name in named:
             path = _slashed(name)
-            own = self._by_stem.get(_composed(PurePosixPath(named_in).stem), []) if by_stem else []
+            own = self._by_stem.get(composed(PurePosixPath(named_in).stem), []) if by_stem else []
             one = self._best(own, path, named_in) or self._named(path, named_in)
             if one is not None:
                 file, fit = found[named_in, name] = one
@@ -187,7 +194,7 @@ class Index:
             shared = next(
                 (at for at, pair in enumerate(zip(own, parts, strict=False)) if pair[0] != pair[1]), len(parts)
             )
-            is_end = f"/{_composed(file.path)}".endswith(f"/{name}")
+            is_end = f"/{composed(file.path)}".endswith(f"/{name}")
             return is_end, split_of(file.path) == split_of(named_in), shared, "images" in own[:-1]
 
         ranked = sorted(((fit(file), file) for file in found), key=lambda pair: pair[0], reverse=True)
@@ -208,6 +215,17 @@ def unnamed(
     }
 
 
+def same_names(found: Mapping[str, tuple[str, ...]], where: str) -> tuple[str, ...]:
+    """The names of classes that files of the data at `where` agree on. Raises UserError."""
+    first = next(iter(found))
+    if other := next((path for path in found if found[path] != found[first]), ""):
+        raise UserError(
+            f"{shown(where, other)} names other classes than {first}, or in another order; remove the wrong one",
+            code="other-classes",
+        )
+    return found[first]
+
+
 def folder_of(path: str) -> str:
     """The path of the folder of a file; "" for the uppermost."""
     return path.rpartition("/")[0]
@@ -219,10 +237,10 @@ def example(refused: Mapping[str, str]) -> str:
 
 
 def _slashed(name: str) -> str:
-    return _composed(name.replace("\\", "/").lstrip("./"))
+    return composed(name.replace("\\", "/").lstrip("./"))
 
 
-def _composed(name: str) -> str:
+def composed(name: str) -> str:
     """A name in one of the spellings of its letters: macOS writes an umlaut as two characters."""
     return unicodedata.normalize("NFC", name)
 

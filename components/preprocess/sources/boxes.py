@@ -17,9 +17,11 @@ from components.preprocess.sources.annotations import (
     Annotated,
     Found,
     Index,
+    composed,
     example,
     folder_of,
     quoted,
+    same_names,
     unnamed,
 )
 from components.preprocess.sources.coco import coco
@@ -72,7 +74,7 @@ def boxes_source(tree: Tree, storage: Storage, options: Options) -> Source:
         raise UserError(
             f"{tree.name} has annotations, and no object in them{example(found.refused)}; {WANTED}", code="no-objects"
         )
-    return found.source(found.classes, storage, options, files)
+    return found.source(found.classes, tree.name, storage, options, files)
 
 
 # --- Pascal VOC
@@ -172,6 +174,8 @@ def _voc_image(text: str) -> tuple[Annotated, str]:
     if "<!DOCTYPE" in text or "<!ENTITY" in text:
         raise ValueError("it declares entities: remove its DOCTYPE")
     root = ElementTree.fromstring(text)  # noqa: S314  # without entities, and of bounded size
+    if root.tag != "annotation":  # of several images, or of a namespace
+        raise ValueError(f"its uppermost element is {quoted(root.tag)}, and not annotation")
     sides = [root.findtext(f"size/{side}") or "" for side in ("width", "height")]
     size = (int(sides[0]), int(sides[1])) if all(side.isdecimal() and int(side) for side in sides) else None
     annotated = Annotated(size=size)
@@ -195,13 +199,10 @@ def _yolo(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | No
     """A line per object: class, then centre and size in shares of the image, or a polygon's corners."""
     names, folder, description = _yolo_names(tree, files)
     splits = _yolo_splits(tree, files, folder, description)
-    texts = {
-        path: file
-        for path, file in files.items()
-        if path.endswith(".txt") and path.rpartition("/")[2] not in _NAME_FILES
-    }
-    own = {path: _label_path(path) for path, split in splits.items() if split is not None}
-    labelled = {path: next((each for each in paths if each in texts), "") for path, paths in own.items()}
+    texts = sorted(path for path in files if path.lower().endswith(".txt") and _file_name(path) not in _NAME_FILES)
+    paths = {_stem_path(path): path for path in reversed(texts)}
+    own = {path: next((paths[e] for e in _label_paths(path) if e in paths), "") for path in splits}
+    labelled = {path: own[path] for path, split in splits.items() if split is not None}
     if not any(labelled.values()):
         return None
     read = dict(_texts(storage, [files[path] for path in labelled.values() if path], MAX_TEXT_BYTES))
@@ -220,9 +221,9 @@ def _yolo(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | No
                 _add_yolo_object(annotated, f"line {number}", words)
         images[path] = (files[path], splits[path] or "", _without_copies(annotated))
         most = max([most, *(kind for *_, kind, _ in annotated.objects)])
-    used = {next((each for each in _label_path(path) if each in texts), "") for path in splits}
+    used = set(own.values())
     folders = {folder_of(path) for path in labelled.values() if path}
-    for path in sorted(texts):
+    for path in texts:
         is_label = folder_of(path) in folders or "labels" in path.split("/")[:-1]
         if path not in used and is_label and split_of(folder_of(path)) is not None:
             refused[path] = "labels of an image that is not there"
@@ -232,13 +233,18 @@ def _yolo(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | No
     return Found(images=images, classes=ClassNames(names, keys), refused=refused)
 
 
-def _label_path(image: str) -> list[str]:
+def _label_paths(image: str) -> list[str]:
     """Return the places where YOLO looks for an image's labels: labels/ in place of images/, or beside it."""
-    stem = image.rpartition(".")[0]
+    stem = _stem_path(image)
     parts = stem.split("/")
     places = [place for place, part in enumerate(parts[:-1]) if part == "images"]
     moved = ["/".join([*parts[:place], "labels", *parts[place + 1 :]]) for place in reversed(places)]
-    return [f"{each}.txt" for each in (*moved, stem)]
+    return [*moved, stem]
+
+
+def _stem_path(path: str) -> str:
+    """What the paths of an image and of its labels share, without the suffix."""
+    return composed(path.rpartition(".")[0])
 
 
 def _add_yolo_object(annotated: Annotated, name: str, words: list[str]) -> None:
@@ -290,13 +296,7 @@ def _yolo_names(tree: Tree, files: Mapping[str, File]) -> tuple[tuple[str, ...] 
             folder, description = folder_of(path), content
         elif is_sure and not is_yaml:
             found[path] = parse_class_names(text, where).names
-    first = next(iter(found), "")
-    if other := next((path for path, names in found.items() if names != found[first]), ""):
-        raise UserError(
-            f"{shown(tree.name, other)} names other classes than {first}, or in another order; remove the wrong one",
-            code="other-classes",
-        )
-    return found.get(first), folder, description
+    return same_names(found, tree.name) if found else None, folder, description
 
 
 def _file_name(path: str) -> str:

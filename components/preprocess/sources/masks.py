@@ -5,9 +5,9 @@ from dataclasses import replace
 from components.common.contracts.errors import UserError
 from components.common.data.places import is_uri, translate_errors
 from components.common.tasks.segmentation import VOID
-from components.preprocess.sources.annotations import split_samples
+from components.preprocess.sources.annotations import composed, same_names, split_samples
 from components.preprocess.sources.coco import coco
-from components.preprocess.sources.folders import File, Tree, read_text, sample_of, shown
+from components.preprocess.sources.folders import File, Tree, is_image_name, read_text, sample_of, shown
 from components.preprocess.sources.samples import (
     ClassNames,
     Options,
@@ -42,14 +42,14 @@ def masks_source(tree: Tree, storage: Storage, options: Options) -> Source:
         if found is not None:
             classes = _with_background(found.classes)
             _check((options.names or classes).names, tree)
-            return found.source(classes, storage, options, files)
+            return found.source(classes, tree.name, storage, options, files)
     if not images or not masks:
         raise UserError(f"{tree.name} has no masks; {WANTED}", code="no-masks", setting="data")
     names = _class_names(tree, files, options)
     annotation = str(len(names)).encode()  # one object for all samples
     samples: list[tuple[str, Sample]] = []
     refused: dict[str, str] = {}
-    unused: list[str] = []
+    unused = [path for path in files if is_image_name(path) and {"images", "masks"}.isdisjoint(path.split("/"))]
     for key, own_images in images.items():
         own = masks.pop(key, [])
         if len(own_images) > 1:
@@ -77,7 +77,7 @@ def _by_key(files: dict[str, File], folder: str) -> dict[str, list[File]]:
         if folder in folders:
             place = len(folders) - 1 - folders[::-1].index(folder)
             key = "/".join([*folders[:place], *folders[place + 1 :], name.rpartition(".")[0] or name])
-            found.setdefault(key, []).append(file)
+            found.setdefault(composed(key), []).append(file)
     return found
 
 
@@ -86,7 +86,7 @@ def _class_names(tree: Tree, files: dict[str, File], options: Options) -> tuple[
     if options.names is not None:
         names = options.names.names
     else:
-        paths = sorted((path.count("/"), path) for path in files if path.rpartition("/")[2] == _NAMES)
+        paths = [path for path in files if path.rpartition("/")[2] == _NAMES]
         if not paths:
             raise UserError(
                 f"{tree.name} does not name the classes of its masks; write {_NAMES} there, one class per line in the "
@@ -94,8 +94,13 @@ def _class_names(tree: Tree, files: dict[str, File], options: Options) -> tuple[
                 code="no-class-names",
                 setting="preprocess.class_names_file",
             )
-        _, path = paths[0]
-        names = parse_class_names(read_text(tree, path), shown(tree.name, path), is_fetched=is_uri(tree.name)).names
+        depth = min(path.count("/") for path in paths)
+        found = {
+            path: parse_class_names(read_text(tree, path), shown(tree.name, path), is_fetched=is_uri(tree.name)).names
+            for path in sorted(paths)
+            if path.count("/") == depth
+        }
+        names = same_names(found, tree.name)
     _check(names, tree)
     return names
 

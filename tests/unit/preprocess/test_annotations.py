@@ -350,6 +350,7 @@ def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path, capsys: py
     write_images(voc / "JPEGImages", "efg")
     write_images(voc / "test", "e")
     (voc / "Annotations" / "g.xml").touch()
+    (voc / "Annotations" / "h.xml").write_text('<annotation xmlns="x"/>', encoding="utf-8")
     bomb = '<!DOCTYPE x [<!ENTITY a "aaaa">]><annotation><filename>a.png</filename></annotation>'
     (voc / "Annotations" / "a.xml").write_text(bomb, encoding="utf-8")
     (voc / "Annotations" / "e.xml").write_text("<annotation><filename>e.png</file", encoding="utf-8")
@@ -362,6 +363,7 @@ def test_bad_files_of_voc_and_lines_of_yolo_are_named(tmp_path: Path, capsys: py
     assert "not used: 1, such as test/e.png" in capsys.readouterr().err  # images of bad files are of no test split
     why = rejected(found.path)
     assert why.pop("Annotations/g.xml") == "no annotations of Pascal VOC: empty"
+    assert "its uppermost element is '{x}annotation'" in why.pop("Annotations/h.xml")
     assert why.pop("Annotations/a.xml") == "no annotations of Pascal VOC: it declares entities: remove its DOCTYPE"
     assert why.pop("Annotations/ä.xml").startswith("no annotations of Pascal VOC: not UTF-8 at byte 12: save it")
     assert {path: reason.partition(":")[0] for path, reason in why.items()} == {
@@ -704,6 +706,21 @@ def test_names_with_umlauts_of_macos_and_of_others_are_the_same(tmp_path: Path) 
     content = json.dumps(coco("abcd"), ensure_ascii=False).replace("a.png", "ä.png").replace("c.png", "ö.png")
     (tmp_path / "data" / "annotations.json").write_text(content, encoding="utf-8")
     assert packed(tmp_path / "data", tmp_path / "x").manifest.num_rejected == 0
+    write_images(tmp_path / "yolo" / "images", ["a\u0308", "b"])
+    (tmp_path / "yolo" / "labels").mkdir()
+    for name in ("ä.txt", "b.TXT"):
+        (tmp_path / "yolo" / "labels" / name).write_text("0 0.5 0.5 1 1\n", encoding="utf-8")
+    assert all(map(len, objects(packed(tmp_path / "yolo", tmp_path / "y")).values()))
+
+
+def test_categories_that_are_one_to_people_are_refused_unless_both_are_listed(tmp_path: Path) -> None:
+    write_coco(tmp_path / "data")
+    file = tmp_path / "data" / "val" / "annotations.json"
+    file.write_text(file.read_text("utf-8").replace("10", "12").replace('cat"', 'Cat"'), encoding="utf-8")
+    with refuses("similar-class-names", "preprocess.class_names_file"):
+        packed(tmp_path / "data", tmp_path / "x")
+    (tmp_path / "names.txt").write_text("cat\nCat\ndog\n", encoding="utf-8")
+    packed(tmp_path / "data", tmp_path / "x", class_names_file=str(tmp_path / "names.txt"))
 
 
 def test_a_category_of_all_others_is_no_class_and_one_of_itself_is(tmp_path: Path) -> None:

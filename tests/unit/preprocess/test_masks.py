@@ -97,12 +97,16 @@ def test_splits_below_the_folders_none_and_an_archive(tmp_path: Path, capsys: py
     for number in range(4):
         write_pair(tmp_path / "below", number, split="val" if number == 3 else "train")
         write_pair(tmp_path / "free", number)
+    gradient(HEIGHT, WIDTH).save(tmp_path / "below" / "5.png")
+    for name, as_ in (("images/train/1.jpg", "o\u0308.jpg"), ("masks/train/1.png", "ö.png")):
+        (tmp_path / "below" / name).rename((tmp_path / "below" / name).with_name(as_))
     names = tmp_path / "names.txt"
     names.write_text("a\nb\nc\n", encoding="utf-8")
     below = packed(tmp_path / "below", tmp_path / "x", class_names_file=str(names))
-    assert_masks(masks(below))
+    found = masks(below)
+    assert_masks({name if name.isdigit() else "1": mask for name, mask in found.items()})
     assert {split: info.num_images for split, info in below.manifest.splits.items()} == {"train": 3, "val": 1}
-    assert "not used: 1, such as images/test/4.jpg" in capsys.readouterr().err
+    assert "not used: 2, such as 5.png" in capsys.readouterr().err
     free = packed(tmp_path / "free", tmp_path / "y", class_names_file=str(names), val_fraction=0.5)
     assert_masks(masks(free))
     assert {split: info.num_images for split, info in free.manifest.splits.items()} == {"train": 2, "val": 2}
@@ -343,6 +347,11 @@ def test_without_masks_or_names_and_with_too_few_or_many_classes(tmp_path: Path)
         packed(data, tmp_path / "x")
     (data / "classes.txt").write_text("\n".join(map(str, range(256))), encoding="utf-8")
     with refuses("too-many-classes"):
+        packed(data, tmp_path / "x")
+    (data / "classes.txt").unlink()
+    for split in ("train", "val"):
+        (data / split / "classes.txt").write_text(f"ground\ncat\n{split}\n", encoding="utf-8")
+    with refuses("other-classes"):
         packed(data, tmp_path / "x")
     with refuses("no-masks", "data"):
         packed(data / "train" / "images", tmp_path / "x")
