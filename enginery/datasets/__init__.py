@@ -23,6 +23,7 @@ COMPLETE = "dataset.json"
 PARTIAL = "dataset.partial.json"
 
 SPLITS = ("train", "val")
+MAX_IMAGE_SIZE = 4096  # px; a worker takes up to 100 bytes of memory for each pixel
 Arguments = Mapping[str, str | int]
 _Result = TypeVar("_Result")
 
@@ -109,16 +110,17 @@ def write_whole(path: Path, content: bytes) -> None:
     temporary.replace(path)
 
 
-def check_least(why: str = "", /, **arguments: tuple[int, int]) -> None:
-    """See that arguments of a command are large enough: by name the value and the least one, and `why` for people.
+def check_range(why: str = "", /, **arguments: tuple[int, int] | tuple[int, int, int]) -> None:
+    """See that arguments of a command are in range: by name the value, the least and the most, and `why` for people.
 
     Raises:
         UserError: one has not.
     """
-    for name, (value, least) in arguments.items():
-        if value < least:
+    for name, (value, least, *most) in arguments.items():
+        if value < least or any(value > each for each in most):
             option, reason = f"--{name.replace('_', '-')}", f" ({why})" if why else ""
-            message = f"{option} is {value}, and must be at least {least}{reason}. Change {option}."
+            allowed = "".join((f"at least {least}", *(f" and at most {each}" for each in most)))
+            message = f"{option} is {value}, and must be {allowed}{reason}. Change {option}."
             raise UserError(message, code="invalid-setting", setting=option)
 
 

@@ -10,10 +10,12 @@ from typing import Literal
 import numpy as np
 
 from components.common.contracts.manifests import write_atomically
-from enginery.datasets import DatasetSummary, check_least, write_dataset
+from enginery.datasets import DatasetSummary, check_range, write_dataset
 
 SYNTHESIS_VERSION = 1
 """Raise it when a change alters the pairs of a given seed."""
+
+MAX_PAIRS = 1_000_000  # takes half a minute
 
 Gender = Literal["m", "f", "n"]
 
@@ -386,13 +388,13 @@ def write_phrases(directory: Path, *, num_pairs: int = 80_000, seed: int = 0) ->
 
     Args:
         directory: New, empty, or of an earlier run with the same arguments.
-        num_pairs: 100 or more.
+        num_pairs: 100 to MAX_PAIRS.
         seed: 0 or more. Another seed gives other pairs.
 
     Raises:
         UserError: an argument is out of range, or the directory holds something else.
     """
-    check_least(num_pairs=(num_pairs, 100), seed=(seed, 0))
+    check_range(num_pairs=(num_pairs, 100, MAX_PAIRS), seed=(seed, 0))
     arguments: dict[str, str | int] = {
         "dataset": "phrases",
         "num_pairs": num_pairs,

@@ -14,10 +14,11 @@ from PIL import Image, ImageDraw
 from components.common.contracts.manifests import write_atomically
 from components.common.data.image_files import encode_image
 from enginery.datasets import (
+    MAX_IMAGE_SIZE,
     SPLITS,
     DatasetSummary,
     ImageTask,
-    check_least,
+    check_range,
     is_written,
     run_tasks,
     write_dataset,
@@ -180,8 +181,8 @@ def write_shapes(
     Raises:
         UserError: an argument is out of range, or the directory holds something else.
     """
-    check_least(num_train=(num_train, 1), num_val=(num_val, 1), image_size=(image_size, MIN_IMAGE_SIZE))
-    check_least(seed=(seed, 0), num_workers=(num_workers, 0))
+    check_range(num_train=(num_train, 1), num_val=(num_val, 1), image_size=(image_size, MIN_IMAGE_SIZE, MAX_IMAGE_SIZE))
+    check_range(seed=(seed, 0), num_workers=(num_workers, 0))
     arguments: dict[str, str | int] = {
         "dataset": "shapes",
         "num_train": num_train,

@@ -12,10 +12,11 @@ from PIL import Image, ImageDraw, ImageFilter
 
 from components.common.data.image_files import encode_image
 from enginery.datasets import (
+    MAX_IMAGE_SIZE,
     SPLITS,
     DatasetSummary,
     ImageTask,
-    check_least,
+    check_range,
     is_written,
     run_tasks,
     write_dataset,
@@ -312,9 +313,9 @@ def write_textures(
     Raises:
         UserError: an argument is out of range, or the directory holds something else.
     """
-    check_least(num_classes=(num_classes, 1), image_size=(image_size, MIN_IMAGE_SIZE))
-    check_least("one image per class", num_train=(num_train, num_classes), num_val=(num_val, num_classes))
-    check_least(seed=(seed, 0), num_workers=(num_workers, 0))
+    check_range(num_classes=(num_classes, 1), image_size=(image_size, MIN_IMAGE_SIZE, MAX_IMAGE_SIZE))
+    check_range("one image per class", num_train=(num_train, num_classes), num_val=(num_val, num_classes))
+    check_range(seed=(seed, 0), num_workers=(num_workers, 0))
     arguments: dict[str, str | int] = {
         "dataset": "textures",
         "num_classes": num_classes,

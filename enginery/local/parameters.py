@@ -259,9 +259,9 @@ def resolve_arguments(
             )
         plain.setdefault(name, spec.default)
     for name in _PATHS if local else ():  # steps run with another working directory than the user's
-        text = str(plain.get(name) or "")
-        if text and "://" not in text and not text.lower().startswith("file:/"):
-            plain[name] = str(Path(text).expanduser().absolute())
+        value = plain.get(name)
+        if value and isinstance(value, str) and "://" not in value and not value.lower().startswith("file:/"):
+            plain[name] = str(Path(value).expanduser().absolute())
     try:
         arguments = _checked(file, plain, steps)
     except UserError as error:

@@ -145,7 +145,7 @@ class DatasetManifest(OfTask):
 
     kind: Literal["dataset"] = "dataset"
     classes: tuple[str, ...]
-    splits: dict[Literal["train", "val"], Split]
+    splits: dict[Literal["train", "val"], Split] = Field(min_length=2)
     statistics: DatasetStatistics | None = Field(None, description="None for text.")
     num_rejected: int
     num_rejected_annotations: int = Field(0, description="Objects of the packed images that were left out.")

@@ -87,7 +87,7 @@ def test_directories_of_something_else_are_refused_and_kept(small: Path, tmp_pat
     refused("damaged-arguments", tmp_path)
 
 
-BOTH = (("seed", -1), ("image_size", 8))
+BOTH = (("seed", -1), ("image_size", 8), ("image_size", 5000))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ BOTH = (("seed", -1), ("image_size", 8))
     [
         *((write_textures, {name: value}) for name, value in (("num_classes", 0), ("num_val", 2), *BOTH)),
         *((write_shapes, {name: value}) for name, value in (("num_train", 0), ("num_val", 0), *BOTH)),
-        *((write_phrases, {name: value}) for name, value in (("num_pairs", 99), BOTH[0])),
+        *((write_phrases, {name: value}) for name, value in (("num_pairs", 99), ("num_pairs", 10**10), BOTH[0])),
     ],
 )
 def test_arguments_out_of_range(tmp_path: Path, write: Callable[..., object], changed: dict[str, int]) -> None:

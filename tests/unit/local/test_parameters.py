@@ -167,6 +167,9 @@ def test_what_a_run_needs_is_asked_for(tmp_path: Path) -> None:
         resolve_arguments(pipeline(), config_file=None, flags={}, assignments=[], local=False)
     with refuses("no-config-file"):
         resolve_arguments(pipeline(), config_file=tmp_path / "absent.yaml", flags={"data": "a"}, assignments=[])
+    (tmp_path / "list.yaml").write_text("data: [a]\n", encoding="utf-8")
+    with refuses("invalid-setting", "preprocess.data", says="list.yaml: "):
+        resolve_arguments(pipeline(), config_file=tmp_path / "list.yaml", flags={}, assignments=[])
 
 
 def test_names_of_own_files_are_found_beside_folders_of_the_same_name(tmp_path: Path, monkeypatch) -> None:

@@ -263,6 +263,9 @@ def test_indexes_list_all_images_of_the_manifest(colours: Dataset, tmp_path: Pat
     reseal(copy, lambda record: record["splits"]["val"].update(num_images=0))  # so that none was read, in silence
     with refuses("invalid-manifest", says="num_images"):
         load(copy, DatasetManifest)
+    reseal(copy, lambda record: record["splits"].pop("val"))
+    with refuses("invalid-manifest", says="splits"):
+        load(copy, DatasetManifest)
 
 
 @pytest.fixture(scope="module")
