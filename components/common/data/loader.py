@@ -497,15 +497,11 @@ class Loader:
 
     def _check_classes(self, fetched: torch.Tensor, labels: torch.Tensor) -> None:
         """See that labels, as they are packed and as Batch has them, are classes: they become places in memory."""
-        task, given = self._dataset.manifest.task, labels
-        if task == "detection":
-            given = labels[..., 4]
-        elif task == "segmentation":
-            given = fetched
+        given = self._task.classes(fetched, labels)
         if not len(given):  # of a process with fewer images than the others
             return
-        low, high = (given + 1).aminmax()  # one more: -1 is no box, and in the bytes of a mask VOID is -1
-        if not int(task == "classification") <= low <= high <= self.num_classes:
+        low, high = (given + 1).aminmax()  # one more: -1 is none, and so is 255 of bytes
+        if not int(TASKS[self._dataset.manifest.task].classifies) <= low <= high <= self.num_classes:
             raise EngineryError(
                 f"a label of the {self._split} split of {self._dataset.path} is none of its {self.num_classes} "
                 f"classes. {_RENEW}",

@@ -23,6 +23,10 @@ class Task(Protocol):
         """A batch's labels as training and validation take them, from what the loader's pipeline yields of them."""
         ...
 
+    def classes(self, fetched: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The classes in a batch's labels, as fetched or not, which the loader checks; -1 or byte 255 for none."""
+        return labels
+
     def loss(self, label_smoothing: float) -> nn.Module:
         """The loss of outputs and labels."""
         ...

@@ -59,6 +59,10 @@ class Detection(Task):
         most = max([1, *kept.sum(dim=1).tolist()])
         return rows.gather(1, order[:, :most, None].expand(-1, -1, rows.shape[2]))
 
+    def classes(self, fetched: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """See Task."""
+        return labels[..., 4]
+
     def loss(self, label_smoothing: float) -> nn.Module:
         """See Task. Labels are not smoothed: a score is to be the overlap with its object."""
         return DetectionLoss()

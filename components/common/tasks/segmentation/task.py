@@ -52,6 +52,10 @@ class Segmentation(Task):
         """Masks as numbers. fetched: [B, H, W, 1] uint8. Returns [B, H, W] int64."""
         return fetched.squeeze(-1).to(torch.int64)
 
+    def classes(self, fetched: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """See Task. As bytes, which takes a third of the time; VOID is none."""
+        return fetched
+
     def loss(self, label_smoothing: float) -> nn.Module:
         """See Task."""
         return PixelLoss(label_smoothing)

@@ -26,6 +26,7 @@ from components.common.contracts.transforms import Augmentation, Interpolation, 
 from components.common.data.dali_pipelines import decoder_options, evaluation_pipeline, training_pipeline
 from components.common.data.loader import Batch, EpochPlan, Loader, OwnedOutputs, Watchdog, plan_training
 from components.common.runtimes.runner import to_numpy
+from components.common.tasks import TaskName, load_task
 from tests.conftest import Dataset, preprocess
 from tests.unit.positions import picture, plain
 from tests.unit.preprocess.builders import listing
@@ -231,8 +232,9 @@ def test_a_label_that_is_no_class_of_the_dataset(colours: Dataset, tmp_path: Pat
     ("task", "known", "unknown"),
     [("detection", [-1, 0, 2], [3, -2, math.nan]), ("segmentation", [255, 0, 2], [3, 254])],
 )
-def test_classes_of_boxes_and_masks(colours: Dataset, task: str, known: list[float], unknown: list[float]) -> None:
+def test_classes_of_boxes_and_masks(colours: Dataset, task: TaskName, known: list[float], unknown: list[float]) -> None:
     loader = Loader(colours, "val", PLAIN, batch_size=8)
+    loader._task = load_task(task)
     loader._dataset = SimpleNamespace(manifest=SimpleNamespace(task=task), path="dataset")  # type: ignore[assignment]
 
     def check(number: float) -> None:
