@@ -7,6 +7,7 @@ Each kind of source is an entry of KINDS. A new one is a function that lists its
 """
 
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ __all__ = [
     "local_path",
     "read_sample",
 ]
+
+_BROKEN = re.compile("[\n\ud800-\udfff]")  # line breaks, and halves of letters, which UTF-8 has not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,10 +199,10 @@ def find_samples(
         raise UserError(message, code="no-annotations", setting="data")
     options = Options(names=names, val_fraction=val_fraction, seed=seed, of_tree=labels_of(task).list_samples)
     source = kind.list_samples(data, scratch, options)
-    if broken := [str(label) for label, name in enumerate(source.classes) if "\n" in name]:
+    if broken := [str(label) for label, name in enumerate(source.classes) if _BROKEN.search(name)]:
         raise UserError(
-            f"{data} has line breaks in names of classes (in their order, from 0: {', '.join(broken[:5])}), which a "
-            "served list of labels can't hold; rename these classes",
+            f"{data} has line breaks or halves of letters in names of classes (in their order, from 0: "
+            f"{', '.join(broken[:5])}), which a served list of labels can't hold; rename these classes",
             code="invalid-class-name",
         )
     return source

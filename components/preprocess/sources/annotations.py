@@ -135,8 +135,9 @@ def split_samples(
     return splits
 
 
-_Fit = tuple[bool, bool, int, bool]
-"""Fit of an image to a name: its path ends so; split; folders shared with the file that names it; in images/."""
+_Fit = tuple[bool, bool, int, bool, bool]
+"""Fit of an image to a name: its path ends so; split; folders shared with the file that names it; in images/; in no
+other folder than these and those of the name."""
 
 
 class Index:
@@ -194,8 +195,9 @@ class Index:
             shared = next(
                 (at for at, pair in enumerate(zip(own, parts, strict=False)) if pair[0] != pair[1]), len(parts)
             )
-            is_end = f"/{composed(file.path)}".endswith(f"/{name}")
-            return is_end, split_of(file.path) == split_of(named_in), shared, "images" in own[:-1]
+            before, is_end, _ = f"/{composed(file.path)}\n".rpartition(f"/{name}\n")
+            is_whole = before.removesuffix("/images") in ("", f"/{folder_of(named_in)}")
+            return bool(is_end), split_of(file.path) == split_of(named_in), shared, "images" in own[:-1], is_whole
 
         ranked = sorted(((fit(file), file) for file in found), key=lambda pair: pair[0], reverse=True)
         if not ranked or (len(ranked) > 1 and ranked[0][0] == ranked[1][0]):
