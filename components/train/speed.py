@@ -75,7 +75,7 @@ def peak_tflops(gpu_name: str, dtype: torch.dtype, *, tf32: bool) -> float | Non
 
 
 _INTERVAL_S = 0.05  # between two readings of the GPU
-LIVE_S = 5.0  # of training between two values of `SpeedMeter.live`
+LIVE_S = 5.0  # between two values of `SpeedMeter.live` or `live_load`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ class SpeedMeter:
         self._num_images = 0
         self._began = time.perf_counter()
         self._last_load = self._began
-        self._last_live = (0.0, 0, 0.0)  # `_so_far` when `live` was called; below 0 if that was in an earlier epoch
+        self._last_live = (0.0, 0, 0.0)  # `_so_far` when `live` had it; below 0 if that was in an earlier epoch
         psutil.cpu_percent()  # from here on
 
     def begin(self) -> None:
@@ -169,26 +169,25 @@ class SpeedMeter:
         return batch
 
     def live(self) -> dict[str, float]:
-        """Return speed and load since the last values; nothing before `LIVE_S` of training, in one epoch or several.
+        """Return the load as `live_load`, and with it the speed, after half of `LIVE_S` of training in some epochs.
 
         Images per second are those of all processes, if the others are as fast. Waiting for data (per cent of the time)
         is this process's.
         """
-        seconds, num_images, waited_s = self._since_live()
-        if seconds < LIVE_S:
-            return {}
+        values, (seconds, num_images, waited_s) = self.live_load(), self._since_live()
+        if not values or seconds < LIVE_S / 2:
+            return values
         self._last_live = self._so_far()
         rate = self._world.world_size * num_images / seconds
-        return {"images_per_s": rate, "data_wait_pct": 100 * waited_s / seconds, **self._load(seconds)}
+        return {"images_per_s": rate, "data_wait_pct": 100 * waited_s / seconds, **values}
 
     def watch(self) -> None:
-        """Watch the GPU outside of epochs, for `live_load`, until `stop`."""
-        self._last_load = time.perf_counter()
+        """Watch the GPU, in an epoch or outside, until `stop`."""
         if self._monitor is not None:
             self._monitor.start()
 
     def live_load(self) -> dict[str, float]:
-        """Return the load that `live` has, since the last values or `watch`; nothing before `LIVE_S`."""
+        """Return the load since the last values, of training or not; nothing before `LIVE_S`."""
         seconds = time.perf_counter() - self._last_load
         if seconds < LIVE_S:
             return {}

@@ -442,7 +442,7 @@ class Trainer:
             live["learning_rate"] = float(self.schedule.get_last_lr()[0])
             if self._watch.mean is not None:
                 live["loss"] = self._watch.mean
-            self._live = live
+            self._live |= live
             self._log_live(self._num_validations(epoch) * self._validation_s)
         parts = [f"epoch {epoch + 1}/{self.config.epochs}"]
         if self._watch.mean is not None:

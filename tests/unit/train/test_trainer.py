@@ -346,19 +346,25 @@ def test_a_count_of_operations_leaves_the_weights_where_they_are() -> None:
     assert all(one is other for one, other in zip([*model.parameters(), *model.buffers()], before[1], strict=True))
 
 
-def test_short_epochs_have_live_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_epochs_and_validations_have_live_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "LIVE_S", 0.5)
     meter = SpeedMeter(nn.Linear(2, 2), World(device=CPU), torch.float32, tf32=False)
     found = []
-    for _ in range(6):
+    for _ in range(4):
         meter.begin()
-        meter.next(iter(Batches(1, wait_s=0.2)))
+        meter.next(iter(Batches(1, wait_s=0.15)))
         found.append(meter.live())
-        meter.end(8, 0.2)
-        time.sleep(0.3)  # a validation, say
-    assert [bool(values) for values in found] == [False, False, True, False, False, True]
-    assert 24 / 1.1 < found[2]["images_per_s"] <= 24 / 0.6
-    assert 90 < found[5]["data_wait_pct"] <= 100
+        meter.end(8, 0.15)
+        meter.watch()
+        time.sleep(0.4)  # a validation
+        found.append(meter.live_load())
+    assert [bool(values) for values in found] == [False, True, False, True, False, True, False, True]
+    time.sleep(0.5)
+    meter.begin()
+    meter.next(iter(Batches(1, wait_s=0.15)))
+    speeds = meter.live()  # of all the training since
+    assert 40 / 1.1 < speeds["images_per_s"] <= 40 / 0.75
+    assert 90 < speeds["data_wait_pct"] <= 100
 
 
 def test_time_that_waits_for_a_slow_loader() -> None:
