@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
@@ -117,10 +118,15 @@ class MlLog:
         """The file is in `folder`; without one nothing is written."""
         self._folder = folder
 
-    def clear(self) -> None:
-        """Remove the lines of a run that ended before its first checkpoint."""
-        if self._folder is not None:
-            (self._folder / MLLOG).unlink(missing_ok=True)
+    def size(self) -> int:
+        """Return the bytes of the file; 0 without one."""
+        path = self._folder and self._folder / MLLOG
+        return path.stat().st_size if path and path.exists() else 0
+
+    def cut(self, size: int) -> None:
+        """Remove the lines behind so many bytes: they are of what an earlier run did after its newest checkpoint."""
+        if self._folder is not None and self.size() > size:
+            os.truncate(self._folder / MLLOG, size)
 
     def event(self, key: str, value: Any = None, *, time_s: float | None = None, **metadata: Any) -> None:
         """Log what happened now, or at another time: with a key in _start or _stop, an interval's begin or end."""
@@ -279,6 +285,7 @@ class Trainer:
             "schedule": {name: value for name, value in self.schedule.state_dict().items() if name != "lr_lambdas"},
             "scaler": self.scaler.state_dict(),
             "ranks": ranks,
+            "mllog_bytes": self.mllog.size(),
         }
         return Saved(num_steps=self.num_steps_done, state=state, tensors=tensors)
 
@@ -303,6 +310,7 @@ class Trainer:
         restore_optimizer(self.optimizer, saved)
         self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None] * len(self.optimizer.param_groups)})
         self.scaler.load_state_dict(state["scaler"])
+        self.mllog.cut(state.get("mllog_bytes", self.mllog.size()))  # version 0.1 had no such entry
         self._began = time.perf_counter() - state["elapsed_s"]
         loss_sum = sum(rank["loss_sum"] for rank in ranks) / len(ranks) if own is None else own["loss_sum"]
         self.resume(saved.num_steps, state["history"], state["epoch_seconds"], loss_sum)

@@ -332,7 +332,7 @@ def _begin_mllog(trainer: Trainer, data: Artifact[DatasetManifest]) -> None:
         "opt_weight_decay": config.weight_decay,
         "seed": config.seed,
     }
-    log.clear()
+    log.cut(0)
     log.event("init_start", time_s=psutil.Process().create_time())
     for key, value in facts.items():
         log.event(key, value)

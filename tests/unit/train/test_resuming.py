@@ -22,6 +22,7 @@ from components.common.contracts.errors import Preempted
 from components.common.contracts.manifests import PARTIAL_OUTPUT, CheckpointManifest, load
 from components.common.data.loader import Batch, Loader
 from components.common.runtimes.architectures import build_model
+from components.train import training
 from components.train.checkpointing import WEIGHTS, CheckpointFolder, Saved, parse, write_safetensors
 from components.train.train_job import VOLUME_VARIABLE
 from components.train.trainer import MLLOG, Trainer
@@ -226,10 +227,14 @@ def test_killed_between_sealing_and_tidying(go: Go, tmp_path: Path, monkeypatch:
     assert not (tmp_path / "out" / PARTIAL_OUTPUT).exists()
 
 
-def test_killed_before_the_first_checkpoint(go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _kill_at(Trainer, "save", go, monkeypatch)
-    assert resumed(go(epochs=1)) == 0
-    assert (tmp_path / "out" / MLLOG).read_text().count('"run_start"') == 1
+@pytest.mark.parametrize(("owner", "name", "step"), [(Trainer, "save", 0), (training, "_publish", 6)])
+def test_killed_before_a_checkpoint_and_behind_it(
+    go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, step: int
+) -> None:
+    _kill_at(owner, name, go, monkeypatch)
+    assert resumed(go(epochs=1)) == step
+    keys = re.findall('"key": "([^"]*)"', (tmp_path / "out" / MLLOG).read_text())
+    assert len(keys) == len(set(keys))
 
 
 def test_best_and_last_are_kept(tmp_path: Path) -> None:
