@@ -184,7 +184,7 @@ class _UniqueKeyLoader(BoundedLoader):
 
 def parse_value(text: str) -> Any:
     """A value typed on a command line. Lists and mappings are YAML; the config's types convert everything else."""
-    if text[:1] in "[{":
+    if text.startswith(("[", "{")):
         try:
             return yaml.load(text, _UniqueKeyLoader)  # noqa: S506  # of a SafeLoader
         except _NOT_YAML as error:

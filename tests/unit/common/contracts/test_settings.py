@@ -97,7 +97,7 @@ def test_merged_settings_are_no_key_twice(tmp_path: Path) -> None:
 
 
 def test_typed_values() -> None:
-    assert [parse_value(text) for text in ("5", "[1, 2]", "{a: b}")] == ["5", [1, 2], {"a": "b"}]
+    assert [parse_value(text) for text in ("5", "", "[1, 2]", "{a: b}")] == ["5", "", [1, 2], {"a": "b"}]
     for text in ("{a", "{a: 1, a: 2}", "[2026-13-45]"):
         with refuses("invalid-yaml"):
             parse_value(text)
