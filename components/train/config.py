@@ -153,7 +153,10 @@ class TrainConfig(StepConfig):
         "begin during the backward pass. Over NVLink one graph is faster; try it over slow links.",
     )
     bucket_mb: float = Field(
-        25, ge=1, description="Gradients per all-reduce of DistributedDataParallel, in MB; smaller ones start earlier."
+        25,
+        ge=1,
+        le=1e6,
+        description="Gradients per all-reduce of DistributedDataParallel, in MB; smaller ones start earlier.",
     )
     collective_timeout_s: float = Field(
         600, gt=0, description="Seconds that a process waits for the others before the run is given up."
@@ -192,7 +195,7 @@ class TrainConfig(StepConfig):
         description="Steps that torch.profiler records early in the training, into trace.json.gz of the Checkpoint; 0 "
         "for none.",
     )
-    seed: int = Field(0, ge=0, description="Seed of weights, shuffling and augmentation.")
+    seed: int = Field(0, ge=0, le=2**53, description="Seed of weights, shuffling and augmentation.")
     verify: bool = Field(
         False, description="Check every shard's digest before reading it; takes one pass over the dataset's files."
     )

@@ -32,6 +32,8 @@ CONFIGS: dict[str, type[BaseModel]] = {"preprocess": PreprocessConfig, "train": 
         ("train", {"global_batch_size": "-8"}, "train.global_batch_size", "'-8', must be greater than or equal to 2"),
         ("train", {"learning_rate": "nan"}, "train.learning_rate", "must be a finite number"),
         ("train", {"learning_rate": "inf"}, "train.learning_rate", "must be a finite number"),
+        ("train", {"seed": 2**63}, "train.seed", "must be less than or equal to"),
+        ("train", {"bucket_mb": 1e18}, "train.bucket_mb", "must be less than or equal to"),
         ("train", {"image_size": "7"}, "train.image_size", "greater than or equal to 32 (default 224). Side of"),
         ("train", {"verify": "maybe"}, "train.verify", "got 'maybe', must be a valid boolean"),
         ("train", {"augmentation": {"min_aera": 0.5}}, "train.augmentation.min_aera", "train.augmentation.min_area?"),
