@@ -13,7 +13,6 @@ import torch
 from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import EngineryError, UserError, shortened
 from components.common.contracts.manifests import (
-    MANIFEST,
     PARTIAL_OUTPUT,
     Artifact,
     CheckpointManifest,
@@ -61,7 +60,7 @@ def train(config: TrainConfig, log: StepLog, *, dataset: Path, output: Path) -> 
         _check_objects(data)
         with process_group(world, config.collective_timeout_s):
             if outcome := broadcast(_done_before(config, data, output) if world.is_main else "", world):
-                return outcome
+                return outcome if world.is_main else ""
             if not world.is_main:
                 _train(config, log, data, world, stop)
                 return ""
@@ -405,17 +404,18 @@ def warn_of_waiting(log: StepLog, config: TrainConfig, data_wait_pct: float) -> 
 
 
 def _done_before(config: TrainConfig, data: Artifact[DatasetManifest], output: Path) -> str:
-    """One line where nothing is left to do, or empty: nobody waits, or a killed run had sealed this very Checkpoint."""
+    """One line where nothing is left to do, or empty: nobody waits, or an earlier run has sealed this Checkpoint."""
     if reason := abandoned():
         return reason
-    if not ((output / MANIFEST).exists() and (output / PARTIAL_OUTPUT).is_dir()):
+    try:
+        sealed = load(output, CheckpointManifest)
+    except EngineryError:  # nothing, or what `open_partial` refuses
         return ""
-    sealed = load(output, CheckpointManifest)
     manifest = sealed.manifest
     if manifest.inputs != {"dataset": data.digest} or manifest.config != config.model_dump(mode="json"):
         return ""
-    shutil.rmtree(output / PARTIAL_OUTPUT)
-    return _outcome(sealed, 1)
+    shutil.rmtree(output / PARTIAL_OUTPUT, ignore_errors=True)
+    return f"there already: {_outcome(sealed, 1)}"
 
 
 def _finite(epoch: EpochRecord) -> EpochRecord:
