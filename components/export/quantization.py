@@ -4,7 +4,8 @@ import functools
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +31,7 @@ from components.common.runtimes.onnx_files import read_onnx
 from components.common.runtimes.onnxruntime import new_session
 from components.common.runtimes.runner import Runner, to_numpy
 from components.common.runtimes.torch import TorchGraph
-from components.common.tasks import predictions_of
+from components.common.tasks import load_task, predictions_of
 from components.export.backends import OpenVINOBackend
 from components.export.calibration import (
     NUM_BINS,
@@ -46,7 +47,7 @@ from components.export.mixed import Compiled, MixedSearch
 from components.export.placement import GraphIndex, activation_tensors, has_unsigned_activations, quantizable_layers
 from components.export.precision import FP16_MAX
 from components.export.qdq import TENSORRT, Arithmetic, insert_qdq, scales_below_fp16
-from components.export.selection import NUM_SELECTION_IMAGES, Budget, Candidates, Ranking, Selection
+from components.export.selection import NUM_SELECTION_IMAGES, Advance, Budget, Candidates, Ranking, Selection
 from components.export.smoothing import ALPHA, channels, smooth, smoothed_scales
 from components.export.sources import SourceModel
 
@@ -351,11 +352,19 @@ def _select(
     """The method, the layers that stay in float for the accuracy, and the records of what was tried, also for speed."""
     started = time.monotonic()
     budget, deadline = Budget.of(config, samples.dataset), started + config.search_seconds
+    exported = load_task(samples.dataset.manifest.task).exported  # fewer outputs to copy and to look at
+
+    def measure(
+        models: Mapping[str, onnx.ModelProto], text: str, detail: Callable[[], str]
+    ) -> AbstractContextManager[Advance]:
+        written = {name: exported(model) for name, model in models.items()}
+        return chooser.candidates.measure(written, samples, search.num_images, text, detail)
+
     search = Selection(
         model=chooser.fp32,
         scales=scales,
         smoothed=networks,
-        measure=lambda models, *said: chooser.candidates.measure(models, samples, search.num_images, *said),
+        measure=measure,
         num_images=samples.num_images,
         budget=budget,
         deadline=deadline,

@@ -62,7 +62,7 @@ def why_unsupported(node: NodeProto, num_outputs: int) -> str | None:
             return f"{node.op_type} with {name}={'...' if isinstance(value, Tensor) else value}"
     if len(node.input) > max_inputs:
         return f"{node.op_type} with {len(node.input)} inputs"
-    if num_outputs > 1 and node.op_type != "Split":
+    if num_outputs > 1 and node.op_type not in ("Split", "TopK"):
         return f"{node.op_type} with {num_outputs} outputs"
     return None
 
@@ -625,6 +625,7 @@ OPERATORS: dict[str, Function] = {
     "Expand": lambda x, shape, /: x.expand(np.broadcast_shapes(tuple(x.shape), tuple(shape.tolist()))),
     "Flatten": lambda x, /, *, axis=1: x.reshape(math.prod(x.shape[:axis]), -1),
     "Gather": _gather,
+    "GatherElements": lambda x, places, /, *, axis=0: x.gather(axis, places % x.shape[axis]),
     "Gelu": _gelu,
     "Gemm": gemm,
     "GlobalAveragePool": lambda x, /: x.mean(tuple(range(2, x.dim())), keepdim=True),
@@ -671,6 +672,7 @@ OPERATORS: dict[str, Function] = {
     "Sub": _binary(torch.sub),
     "Tanh": _unary(torch.tanh),
     "Tile": lambda x, repeats, /: x.tile(repeats.tolist()),
+    "TopK": lambda x, k, /, *, axis=-1, largest=1, sorted=1: x.topk(int(k), axis, bool(largest)),
     "Transpose": lambda x, /, *, perm=None: x.permute(perm or list(reversed(range(x.dim())))),
     "Unsqueeze": _unsqueeze,
     "Where": lambda condition, a, b, /: torch.where(*_together(condition, a, b)),

@@ -138,6 +138,7 @@ OPERATORS = [
     ("ScatterND", [normal(4, 5), ints(1, 2, -1, 0).reshape(2, 2), normal(2)], {}),
     ("ScatterND", [normal(4, 5), ints(3, 0).reshape(2, 1), normal(2, 5)], {}),
     ("Tile", [IMAGE, ints(2, 1, 1, 3)], {}),
+    ("GatherElements", [normal(3, 4), ints(0, -1, 2, 1).reshape(2, 2)], {"axis": 1}),
     ("ConstantOfShape", [ints(2, 3)], {}),
     ("Cast", [IMAGE * 9], {"to": TensorProto.INT32}),
     ("Pad", [IMAGE, ints(0, 1, 2, 0, 0, 0, 1, 3), np.float32(1.5)], {}),

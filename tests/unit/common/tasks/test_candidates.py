@@ -13,6 +13,7 @@ from components.common.contracts.transforms import ShapeSpec
 from components.common.runtimes.onnxruntime import OnnxRuntimeRunner
 from components.common.runtimes.openvino import OpenVINORunner
 from components.common.runtimes.runner import Runner
+from components.common.runtimes.torch import TorchRunner
 from components.common.tasks.detection.boxes import MAX_CANDIDATES, detect
 from components.common.tasks.detection.candidates import keep_candidates
 from components.common.tasks.detection.networks import FcosSmall
@@ -27,7 +28,7 @@ SHAPES = ShapeSpec(height=288, width=288)
 NUM_ANCHORS = 36 * 36 + 18 * 18 + 9 * 9
 
 
-@pytest.mark.parametrize("runner", [OnnxRuntimeRunner, OpenVINORunner])
+@pytest.mark.parametrize("runner", [OnnxRuntimeRunner, OpenVINORunner, TorchRunner])
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16 at opset 19"])
 def test_a_file_returns_the_surest_anchors_in_their_order(runner: type[Runner], precision: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
