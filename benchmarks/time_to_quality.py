@@ -188,6 +188,7 @@ def main(
             if not ended:
                 raise SystemExit("no training of the first recipe ended, so there is no target")
             target = min(ended) - 1
+            write(name, target, recipes, list(settings), seeds, at_once / len(places), warm, runs, results)
             each = [pair for pair in each if pair[1] != baseline]
         list(pool.map(measure, *zip(*each, strict=True)))
 

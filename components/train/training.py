@@ -140,7 +140,7 @@ def _train(
         _begin_mllog(trainer, data)
     else:
         now, before = world.world_size, len(saved.state["ranks"])
-        others = f", with {now} processes instead of {before}" if now != before else ""
+        others = f", with {now} process{'' if now == 1 else 'es'} instead of {before}" if now != before else ""
         log.note(f"resuming after step {saved.num_steps} of {trainer.num_steps}, where an earlier run stopped{others}")
     del model, saved, content  # they would stay in memory
     _fit(trainer, num_classes)

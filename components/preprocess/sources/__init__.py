@@ -61,7 +61,7 @@ __all__ = [
     "read_sample",
 ]
 
-_BROKEN = re.compile("[\n\ud800-\udfff]")  # line breaks, and halves of letters, which UTF-8 has not
+_BROKEN = re.compile("[\0\n\ud800-\udfff]")  # also halves of letters, which UTF-8 has not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,7 @@ def find_samples(
     source = kind.list_samples(data, scratch, options)
     if broken := [str(label) for label, name in enumerate(source.classes) if _BROKEN.search(name)]:
         raise UserError(
-            f"{data} has line breaks or halves of letters in names of classes (in their order, from 0: "
+            f"{data} has line breaks, zeros or halves of letters in names of classes (in their order, from 0: "
             f"{', '.join(broken[:5])}), which a served list of labels can't hold; rename these classes",
             code="invalid-class-name",
         )

@@ -123,7 +123,7 @@ class _CocoObjects:
         image = image if isinstance(image, int | str) else None
         kind = kind if isinstance(kind, int | str) else str(kind)
         self._keys.extend(map(self._number, (entry.get("id"), image, kind)))
-        self._crowds.append(bool(entry.get("iscrowd")))
+        self._crowds.append(entry.get("iscrowd") not in (None, 0, "", "0"))
         if self._outlines is not None:
             self._outlines.append(packed_outline(entry.get("segmentation")))
 

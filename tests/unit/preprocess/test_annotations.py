@@ -290,7 +290,7 @@ def test_bad_annotations_of_coco_are_counted_named_and_the_rest_is_kept(tmp_path
         {"id": 97, "image_id": 1, "category_id": 11, "bbox": [2, 2, 9, 9]},
         {"id": 98, "image_id": 1, "category_id": 10, "bbox": [3, 3, 9, 9], "iscrowd": 1},
     ]
-    content["annotations"] += [{"iscrowd": 0, **each} for each in bad]
+    content["annotations"] += [{"iscrowd": "0", **each} for each in bad]
     for number, name in ((50, "missing.png"), (51, "small.png"), (52, "one.png"), (52, "two.png")):
         content["images"].append({"id": number, "file_name": name, "width": WIDTH, "height": HEIGHT})
     folder = tmp_path / "data" / "train" / "images"
@@ -496,9 +496,10 @@ def test_images_of_one_name_in_two_folders_keep_their_own_annotations(tmp_path: 
     text = json.dumps(coco("abd")).replace('"b.png"', '"deeper/a.png"')
     (tmp_path / "nested" / "annotations.json").write_text(text, encoding="utf-8")
     assert packed(tmp_path / "nested", tmp_path / "y", on_leak="warn").manifest.num_rejected == 0
-    (tmp_path / "nested" / "annotations.json").write_text(text.replace('"cat"', '"\\ud800"'), encoding="utf-8")
-    with refuses("invalid-class-name"):
-        packed(tmp_path / "nested", tmp_path / "z")
+    for broken in ("\\ud800", "\\u0000"):
+        (tmp_path / "nested" / "annotations.json").write_text(text.replace('"cat"', f'"{broken}"'), encoding="utf-8")
+        with refuses("invalid-class-name"):
+            packed(tmp_path / "nested", tmp_path / broken[1:])
 
 
 @pytest.mark.parametrize("crowds", [False, True])

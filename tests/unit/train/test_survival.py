@@ -169,5 +169,5 @@ def test_under_torchrun_the_world_shrinks_when_a_machine_is_gone(tiny_dataset: D
     second.communicate()
     assert first.returncode == 0, said
     assert "2 processes on 2 machines, 8 images each, 1 times a step" in said
-    assert re.search(r"resuming after step \d+ of 30, .*, with 1 processes instead of 2", said)
+    assert re.search(r"resuming after step \d+ of 30, .*, with 1 process instead of 2", said)
     assert place.weights()
