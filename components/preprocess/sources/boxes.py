@@ -200,7 +200,7 @@ def _yolo(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | No
     names, folder, description = _yolo_names(tree, files)
     splits = _yolo_splits(tree, files, folder, description)
     texts = sorted(path for path in files if path.lower().endswith(".txt") and _file_name(path) not in _NAME_FILES)
-    paths = {_stem_path(path): path for path in reversed(texts)}
+    paths = {_stem_path(path): path for path in texts}  # of twins x.txt, and not x.TXT
     own = {path: next((paths[e] for e in _label_paths(path) if e in paths), "") for path in splits}
     labelled = {path: own[path] for path, split in splits.items() if split is not None}
     if not any(labelled.values()):
@@ -223,7 +223,7 @@ def _yolo(tree: Tree, storage: Storage, files: Mapping[str, File]) -> Found | No
         most = max([most, *(kind for *_, kind, _ in annotated.objects)])
     used = set(own.values())
     folders = {folder_of(path) for path in labelled.values() if path}
-    for path in texts:
+    for path in paths.values():
         is_label = folder_of(path) in folders or "labels" in path.split("/")[:-1]
         if path not in used and is_label and split_of(folder_of(path)) is not None:
             refused[path] = "labels of an image that is not there"

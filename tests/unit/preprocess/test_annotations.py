@@ -715,11 +715,14 @@ def test_names_with_umlauts_of_macos_and_of_others_are_the_same(tmp_path: Path) 
     content = json.dumps(coco("abcd"), ensure_ascii=False).replace("a.png", "ä.png").replace("c.png", "ö.png")
     (tmp_path / "data" / "annotations.json").write_text(content, encoding="utf-8")
     assert packed(tmp_path / "data", tmp_path / "x").manifest.num_rejected == 0
-    write_images(tmp_path / "yolo" / "images", ["a\u0308", "b"])
+    write_images(tmp_path / "yolo" / "images", ["a\u0308", "b", "c"])
     (tmp_path / "yolo" / "labels").mkdir()
-    for name in ("ä.txt", "b.TXT"):
+    for name in ("ä.txt", "b.TXT", "c.txt"):
         (tmp_path / "yolo" / "labels" / name).write_text("0 0.5 0.5 1 1\n", encoding="utf-8")
-    assert all(map(len, objects(packed(tmp_path / "yolo", tmp_path / "y")).values()))
+    (tmp_path / "yolo" / "labels" / "c.TXT").touch()  # not what YOLO reads
+    yolo = packed(tmp_path / "yolo", tmp_path / "y")
+    assert all(map(len, objects(yolo).values()))
+    assert yolo.manifest.num_rejected == 0
 
 
 def test_categories_that_are_one_to_people_are_refused_unless_both_are_listed(tmp_path: Path) -> None:
