@@ -107,8 +107,9 @@ def _class_names(tree: Tree, files: dict[str, File], options: Options) -> tuple[
 
 def _with_background(classes: ClassNames) -> ClassNames:
     """COCO's categories behind a class for the rest of an image, which may be one of them."""
-    known = [_BACKGROUND if name.strip("_") == _BACKGROUND else name for name in classes.names]  # labelme's has them
-    names = (_BACKGROUND, *(name for name in known if name != _BACKGROUND))
+    known = [bare if (bare := name.strip("_")).lower() == _BACKGROUND else name for name in classes.names]  # labelme's
+    first = next((name for name in known if name.lower() == _BACKGROUND), _BACKGROUND)
+    names = (first, *(name for name in known if name != first))
     return ClassNames(names, {key: names.index(known[label]) for key, label in classes.labels.items()})
 
 

@@ -193,7 +193,7 @@ def test_polygons_of_coco_and_what_is_wrong_with_them(tmp_path: Path) -> None:
     assert "Something is wrong with 11 of 15 annotations" in dataset.file("data_card.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["background", "_background_"])
+@pytest.mark.parametrize("name", ["background", "_background_", "Background"])
 def test_a_background_among_the_categories_of_coco_is_the_background(name: str, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for number in range(2):
@@ -208,7 +208,7 @@ def test_a_background_among_the_categories_of_coco_is_the_background(name: str, 
     }
     (tmp_path / "data" / "annotations.json").write_text(json.dumps(content), encoding="utf-8")
     dataset = packed(tmp_path / "data", tmp_path / "x")
-    assert dataset.manifest.classes == ("background", "cat", "dog")
+    assert dataset.manifest.classes == (name.strip("_"), "cat", "dog")
     assert masks(dataset)["0"][0, :30].tolist() == [1] * 8 + [0] * 12 + [2] * 8 + [0] * 2
 
 
