@@ -169,13 +169,14 @@ class SpeedMeter:
         return batch
 
     def live(self) -> dict[str, float]:
-        """Return the load as `live_load`, and with it the speed, after half of `LIVE_S` of training in some epochs.
+        """Return the load as `live_load`, and with it or after `LIVE_S` of training in some epochs the speed.
 
         Images per second are those of all processes, if the others are as fast. Waiting for data (per cent of the time)
         is this process's.
         """
-        values, (seconds, num_images, waited_s) = self.live_load(), self._since_live()
-        if not values or seconds < LIVE_S / 2:
+        seconds, num_images, waited_s = self._since_live()
+        values = self.live_load(0.5 if seconds >= LIVE_S else 1)
+        if seconds < (LIVE_S / 2 if values else LIVE_S):
             return values
         self._last_live = self._so_far()
         rate = self._world.world_size * num_images / seconds
@@ -186,10 +187,10 @@ class SpeedMeter:
         if self._monitor is not None:
             self._monitor.start()
 
-    def live_load(self) -> dict[str, float]:
-        """Return the load since the last values, of training or not; nothing before `LIVE_S`."""
+    def live_load(self, share: float = 1) -> dict[str, float]:
+        """Return the load since the last values, of training or not; nothing before this share of `LIVE_S`."""
         seconds = time.perf_counter() - self._last_load
-        if seconds < LIVE_S:
+        if seconds < share * LIVE_S:
             return {}
         self._last_load += seconds
         return self._load(seconds)

@@ -352,19 +352,20 @@ def test_short_epochs_and_validations_have_live_metrics(monkeypatch: pytest.Monk
     found = []
     for _ in range(4):
         meter.begin()
-        meter.next(iter(Batches(1, wait_s=0.15)))
+        meter.next(iter(Batches(1, wait_s=0.14)))
         found.append(meter.live())
-        meter.end(8, 0.15)
+        meter.end(8, 0.14)
         meter.watch()
         time.sleep(0.4)  # a validation
         found.append(meter.live_load())
-    assert [bool(values) for values in found] == [False, True, False, True, False, True, False, True]
+    assert [bool(values) for values in found] == [False, True, False, True, False, True, True, True]
+    speeds = found[6]  # of all the training, while the load comes in validations alone
+    assert 32 / 1.1 < speeds["images_per_s"] <= 32 / 0.56
+    assert 90 < speeds["data_wait_pct"] <= 100
     time.sleep(0.5)
     meter.begin()
-    meter.next(iter(Batches(1, wait_s=0.15)))
-    speeds = meter.live()  # of all the training since
-    assert 40 / 1.1 < speeds["images_per_s"] <= 40 / 0.75
-    assert 90 < speeds["data_wait_pct"] <= 100
+    meter.next(iter(Batches(1, wait_s=0.3)))
+    assert {"images_per_s", "cpu_pct"} <= meter.live().keys()
 
 
 def test_time_that_waits_for_a_slow_loader() -> None:
