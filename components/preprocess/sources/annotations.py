@@ -189,6 +189,7 @@ class Index:
     def _best(found: list[File], name: str, named_in: str) -> "tuple[File, _Fit] | None":
         """The image whose path ends as it was named; of several of the same split, nearest, in images/."""
         parts = named_in.split("/")[:-1]
+        beside = composed("/".join(["", *parts]))
 
         def fit(file: File) -> _Fit:
             own = file.path.split("/")
@@ -196,7 +197,7 @@ class Index:
                 (at for at, pair in enumerate(zip(own, parts, strict=False)) if pair[0] != pair[1]), len(parts)
             )
             before, is_end, _ = f"/{composed(file.path)}\n".rpartition(f"/{name}\n")
-            is_whole = before.removesuffix("/images") in ("", f"/{folder_of(named_in)}")
+            is_whole = before.removesuffix("/images") in ("", beside)
             return bool(is_end), split_of(file.path) == split_of(named_in), shared, "images" in own[:-1], is_whole
 
         ranked = sorted(((fit(file), file) for file in found), key=lambda pair: pair[0], reverse=True)

@@ -491,13 +491,14 @@ def test_images_of_one_name_in_two_folders_keep_their_own_annotations(tmp_path: 
     reasons = rejected(dataset.path)
     assert reasons["1/x.png"] == "train/annotations.json names it, and it is not there"
     assert reasons["val/annotations.json: 1/x.png"] == "val/annotations.json names it, and it is not there"
-    write_images(tmp_path / "nested" / "images", "ad")
-    write_images(tmp_path / "nested" / "images" / "deeper", "a")
+    nested = tmp_path / "nested" / "u\u0308"
+    write_images(nested / "images", "ad")
+    write_images(nested / "images" / "deeper", "a")
     text = json.dumps(coco("abd")).replace('"b.png"', '"deeper/a.png"')
-    (tmp_path / "nested" / "annotations.json").write_text(text, encoding="utf-8")
+    (nested / "annotations.json").write_text(text, encoding="utf-8")
     assert packed(tmp_path / "nested", tmp_path / "y", on_leak="warn").manifest.num_rejected == 0
     for broken in ("\\ud800", "\\u0000"):
-        (tmp_path / "nested" / "annotations.json").write_text(text.replace('"cat"', f'"{broken}"'), encoding="utf-8")
+        (nested / "annotations.json").write_text(text.replace('"cat"', f'"{broken}"'), encoding="utf-8")
         with refuses("invalid-class-name"):
             packed(tmp_path / "nested", tmp_path / broken[1:])
 
