@@ -13,6 +13,7 @@ import torch
 from components.common.contracts.environment import num_cores
 from components.common.contracts.errors import EngineryError, UserError, shortened
 from components.common.contracts.manifests import (
+    MANIFEST,
     PARTIAL_OUTPUT,
     Artifact,
     CheckpointManifest,
@@ -26,6 +27,7 @@ from components.common.contracts.records import EpochRecord, Split
 from components.common.contracts.statistics import is_above_chance
 from components.common.contracts.transforms import TransformSpec, transform_for
 from components.common.data.loader import Loader, plan_training
+from components.common.data.places import local_path
 from components.common.process.partial_output import open_partial
 from components.common.process.steplog import StepLog
 from components.common.tasks import TASKS, load_task, task_of
@@ -413,6 +415,10 @@ def _done_before(config: TrainConfig, data: Artifact[DatasetManifest], output: P
         return ""
     manifest = sealed.manifest
     if manifest.inputs != {"dataset": data.digest} or manifest.config != config.model_dump(mode="json"):
+        return ""
+    begun = local_path(config.pretrained)  # whose weights may be others since
+    files = [file for file in (begun, begun / MANIFEST) if config.pretrained and file.exists()]
+    if any(file.stat().st_mtime > (output / MANIFEST).stat().st_mtime for file in files):
         return ""
     shutil.rmtree(output / PARTIAL_OUTPUT, ignore_errors=True)
     return f"there already: {_outcome(sealed, 1)}"

@@ -230,6 +230,16 @@ def test_killed_between_sealing_and_tidying(go: Go, tmp_path: Path, monkeypatch:
         go(epochs=2)
 
 
+def test_a_training_is_not_done_with_weights_that_are_others_since(go: Go, tmp_path: Path) -> None:
+    file = tmp_path / "weights.pth"
+    torch.save(build_model("squeezenet1_1", 10).state_dict(), file)
+    for _ in range(2):
+        go(epochs=1, pretrained=str(file))
+    os.utime(file)
+    with refuses("output-not-empty"):
+        go(epochs=1, pretrained=str(file))
+
+
 @pytest.mark.parametrize(("owner", "name", "step"), [(Trainer, "save", 0), (training, "_publish", 6)])
 def test_killed_before_a_checkpoint_and_behind_it(
     go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, step: int
