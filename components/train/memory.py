@@ -4,6 +4,7 @@ import gc
 import time
 
 import torch
+from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from components.common.data.loader import NO_MEMORY
 from components.common.runtimes.architectures import build_model
@@ -112,7 +113,8 @@ def _fits(batch_size: int, config: TrainConfig, world: World, num_classes: int) 
 def _train_a_little(batch_size: int, config: TrainConfig, world: World, num_classes: int) -> None:
     """Steps as training makes them, but for torch.compile, with which they take less memory."""
     device, side = world.device, max((config.image_size, *config.image_sizes))
-    model = build_model(config.architecture, num_classes).to(device).to(memory_format=torch.channels_last).train()
+    model = build_model(config.architecture, num_classes).to(device).train()
+    convert_conv2d_weight_memory_format(model, torch.channels_last)
     if config.freeze_backbone:  # frozen layers keep no activations for the backward pass
         freeze_backbone(model, config.architecture)
         keep_frozen_statistics(model)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from components.common.contracts.errors import EngineryError, Preempted, UserError
 from components.common.contracts.records import EpochRecord
@@ -181,7 +182,7 @@ class Trainer:
 
         `unit` is what the progress counts.
         """
-        self.model = model.to(world.device).to(memory_format=torch.channels_last)
+        self.model = convert_conv2d_weight_memory_format(model.to(world.device), torch.channels_last)
         self.config, self.plan, self.world, self.log = config, plan, world, log
         self._compile_mode = pick_compile_mode(config, world.device, log)
         if world.device.type == "cpu":

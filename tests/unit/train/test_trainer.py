@@ -170,10 +170,14 @@ def test_the_search_for_a_batch_that_fits_ends_in_time(monkeypatch: pytest.Monke
     assert ". 4 were tried here and fit" in search(global_batch_size=64)  # the first that does
 
 
-@pytest.mark.parametrize("architecture", ["detection/fcos_small", "segmentation/fpn_small"])
-def test_the_search_trains_other_tasks_too(architecture: str) -> None:
+@pytest.mark.parametrize("architecture", ["detection/fcos_small", "segmentation/fpn_small", "timm/lambda_resnet26t"])
+def test_the_search_trains_other_networks_too(architecture: str) -> None:
     settings = {"architecture": architecture, "image_size": 64, "label_smoothing": 0.0}
     assert ". 1 were tried here and fit" in search(global_batch_size=2, **settings)
+
+
+def test_a_network_with_a_convolution_of_three_axes_trains(train: Train) -> None:
+    assert train(architecture="timm/lambda_resnet26t", image_size=32, epochs=1).manifest.history
 
 
 def test_the_search_trains_what_training_trains(monkeypatch: pytest.MonkeyPatch) -> None:
